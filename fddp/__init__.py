@@ -1,0 +1,26 @@
+"""Data-parallel training for JAX, as pure functions.
+
+>>> import fddp, jax.numpy as jnp, optax
+>>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5))
+>>> state, info = step(step.init(jnp.zeros(())), jnp.ones(8))
+>>> float(state.params)
+1.0
+"""
+
+from fddp.flat import pack as pack
+from fddp.flat import unpack as unpack
+from fddp.group import Group as Group
+from fddp.group import mesh_group as mesh_group
+from fddp.group import mpi_group as mpi_group
+from fddp.options import Options as Options
+from fddp.plan import Bucket as Bucket
+from fddp.plan import BucketPlan as BucketPlan
+from fddp.plan import Leaf as Leaf
+from fddp.plan import make_plan as make_plan
+from fddp.program import grad_order as grad_order
+from fddp.reducer import TrainState as TrainState
+from fddp.step import StepInfo as StepInfo
+from fddp.step import TrainStep as TrainStep
+from fddp.step import train_step as train_step
+from fddp.step import value_and_grad as value_and_grad
+from fddp.world import init as init

@@ -1,0 +1,164 @@
+"""A tree as bucket arrays, and back: the only place that knows how leaves lie in a bucket.
+
+Beside the leaves, a few more numbers travel with a step: the loss, metrics, buffers. They are its *tail*, a small
+vector of exact floats behind the last bucket.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from fddp.plan import BucketPlan
+
+
+def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
+    """Lays the leaves of a tree into the plan's buckets.
+
+    Args:
+      plan: a plan made for a tree of this structure.
+      tree: arrays with the shapes and dtypes of the plan's leaves.
+
+    Returns:
+      One flat array per bucket, in launch order.
+
+    Raises:
+      ValueError: the tree has another structure, or a leaf another shape or dtype than planned.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fddp import make_plan
+      >>> tree = {"a": jnp.arange(2.0), "b": jnp.full((1, 2), 7.0)}
+      >>> plan = make_plan(tree)
+      >>> pack(plan, tree)[0].tolist()
+      [7.0, 7.0, 0.0, 1.0]
+    """
+    try:
+        leaves = plan.treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"the tree does not fit the plan, which is for {plan.treedef}: {error}") from None
+    return tuple(
+        _joined([_as_planned(plan, i, leaves[i]) for i in bucket.leaves], bucket.dtype) for bucket in plan.buckets
+    )
+
+
+def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
+    """Takes the leaves out of the buckets again: the inverse of `pack`.
+
+    Args:
+      plan: the plan that `pack` followed.
+      buckets: one flat array per bucket.
+
+    Returns:
+      The tree; leaves that do not travel under this plan are None.
+
+    Raises:
+      ValueError: the number or the length of the buckets is not the plan's.
+    """
+    got, planned = [b.shape for b in buckets], [(b.size,) for b in plan.buckets]
+    if got != planned:
+        raise ValueError(f"buckets of shapes {got} do not fit the plan, which has {planned}.")
+    leaves: list[Any] = [None] * len(plan.leaves)
+    for bucket, flat in zip(plan.buckets, buckets):
+        pieces = jax.lax.split(flat, [plan.leaves[i].size for i in bucket.leaves])
+        for i, piece in zip(bucket.leaves, pieces):
+            leaves[i] = piece.reshape(plan.leaves[i].shape)
+    return jax.tree.unflatten(plan.treedef, leaves)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What is sent: one flat array per all-reduce, and how the tail lies in the last of them."""
+
+    arrays: tuple[Shaped[Array, " n"], ...]
+    tail: tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
+    """Shapes and structure of the tail; static."""
+
+
+jax.tree_util.register_dataclass(Wires, data_fields=["arrays"], meta_fields=["tail"])
+
+
+def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
+    """Puts a tree of small numbers behind the last bucket, or on a wire of its own where that would round them.
+
+    Args:
+      plan: the plan of the buckets.
+      buckets: one flat array per bucket.
+      tail: a tree of float or integer arrays.
+
+    Returns:
+      What is sent: as many flat arrays as there are buckets, one more if the tail travels alone.
+    """
+    leaves, treedef = jax.tree.flatten(tail)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    words = [_to_floats(x, _tail_dtype(plan)) for x in leaves]
+    if plan.tail_rides:
+        *others, last = buckets
+        arrays = (*others, _joined([last, *words], last.dtype))
+    else:
+        arrays = (*buckets, _joined(words, _tail_dtype(plan)))
+    return Wires(arrays, (shapes, treedef))
+
+
+def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
+    """Splits what was sent into buckets and tail: the inverse of `add_tail`.
+
+    Args:
+      plan: the plan of the buckets.
+      wires: what `add_tail` returned, summed over replicas.
+
+    Returns:
+      The buckets and the tail.
+    """
+    shapes, treedef = wires.tail
+    sizes = [math.prod(x.shape) * _words(x) for x in shapes]
+    *others, last = wires.arrays
+    bucket, words = jax.lax.split(last, [last.size - sum(sizes), sum(sizes)])
+    pieces = jax.lax.split(jnp.real(words), sizes)
+    tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
+    return ((*others, bucket) if plan.tail_rides else tuple(others)), tail
+
+
+def _joined(pieces: list[Array], dtype: np.dtype) -> Array:
+    return jnp.concatenate([piece.reshape(-1) for piece in pieces]).astype(dtype)
+
+
+def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:
+    leaf, value = plan.leaves[i], jnp.asarray(value)
+    if value.shape != leaf.shape or value.dtype != leaf.dtype:
+        raise ValueError(f"leaf {leaf} does not fit the plan: got {value.dtype}{list(value.shape)}.")
+    return value
+
+
+def _tail_dtype(plan: BucketPlan) -> np.dtype:
+    """The real dtype in which the tail is laid out: that of the last bucket, or float32."""
+    return np.dtype(jnp.finfo(plan.buckets[-1].dtype).dtype if plan.tail_rides else np.float32)
+
+
+# An integer of 32 bits does not fit a float32, its two halves do: each 16-bit word travels as one float, exactly.
+
+
+def _to_floats(x: Array, dtype: np.dtype) -> Float[Array, " n"]:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.reshape(-1).astype(dtype)
+    if _words(x) > 1:
+        x = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return x.reshape(-1).astype(dtype)
+
+
+def _from_floats(words: Float[Array, " n"], like: Any) -> Array:
+    if _words(like) > 1:
+        words = words.astype(jnp.uint16).reshape(*like.shape, _words(like))
+        return jax.lax.bitcast_convert_type(words, like.dtype)
+    return words.astype(like.dtype).reshape(like.shape)
+
+
+def _words(like: Any) -> int:
+    """How many floats one element takes in the tail."""
+    return like.dtype.itemsize // 2 if jnp.issubdtype(like.dtype, jnp.integer) and like.dtype.itemsize > 2 else 1

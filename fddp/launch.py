@@ -1,0 +1,131 @@
+"""How this process was started: what mpirun, srun or the user's own variables say about its place in the world.
+
+One small function per launcher, each from an environment to a `Launch` or None; the first that knows wins. They only
+read: nothing here starts or connects anything.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE", "FDDP_COORDINATOR")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process's place among those that were started together."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    """Its number among the processes of its host; None if the launcher does not say."""
+    coordinator: str | None = None
+    """host:port at which rank 0 can be met; None if the launcher does not say."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"{self.launcher} says this is rank {self.rank} of {self.size}; a rank lies in 0..size-1.")
+        if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
+            raise ValueError(
+                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port, as in 'node1:4711'."
+            )
+
+    @property
+    def by_mpi(self) -> bool:
+        """Whether an mpiexec started this process, so that MPI can be initialized."""
+        return self.launcher in ("Open MPI", "Hydra")
+
+
+def read_launch(env: Mapping[str, str]) -> Launch:
+    """Finds out how this process was started.
+
+    Args:
+      env: environment variables, as `os.environ`.
+
+    Returns:
+      What the first of these says: `FDDP_RANK, FDDP_SIZE, FDDP_COORDINATOR`; Open MPI; MPICH's Hydra (PMI); Slurm's
+      srun. A process that nobody speaks of is alone.
+
+    Raises:
+      ValueError: variables are incomplete or contradict each other.
+
+    Example:
+      >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
+      1
+    """
+    for launcher in (_explicit, _open_mpi, _hydra, _slurm):
+        launch = launcher(env)
+        if launch is not None:
+            return launch
+    return Launch("alone", rank=0, size=1)
+
+
+def _explicit(env: Mapping[str, str]) -> Launch | None:
+    given = [name for name in FDDP_VARIABLES if name in env]
+    if not given:
+        return None
+    missing = [name for name in FDDP_VARIABLES[:2] if name not in env]
+    if missing:
+        raise ValueError(f"{', '.join(given)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE.")
+    return Launch(
+        "FDDP_* variables",
+        rank=_integer(env, "FDDP_RANK"),
+        size=_integer(env, "FDDP_SIZE"),
+        local_rank=_integer(env, "FDDP_LOCAL_RANK") if "FDDP_LOCAL_RANK" in env else None,
+        coordinator=env.get("FDDP_COORDINATOR"),
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Launch | None:
+    if "OMPI_COMM_WORLD_RANK" not in env:
+        return None
+    return Launch(
+        "Open MPI",
+        rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
+        size=_integer(env, "OMPI_COMM_WORLD_SIZE"),
+        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+    )
+
+
+def _hydra(env: Mapping[str, str]) -> Launch | None:
+    if "PMI_RANK" not in env:
+        return None
+    return Launch(
+        "Hydra",
+        rank=_integer(env, "PMI_RANK"),
+        size=_integer(env, "PMI_SIZE"),
+        local_rank=_integer(env, "MPI_LOCALRANKID") if "MPI_LOCALRANKID" in env else None,
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Launch | None:
+    # The step's variables, not the job's: a script under sbatch without srun is one process, whatever the job holds.
+    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env:
+        return None
+    # Ports as JAX derives them: equal on all ranks of a job, different between jobs.
+    port = _integer(env, "SLURM_JOB_ID") % 2**12 + (65535 - 2**12 + 1)
+    return Launch(
+        "Slurm",
+        rank=_integer(env, "SLURM_PROCID"),
+        size=_integer(env, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        coordinator=f"{_first_host(env['SLURM_STEP_NODELIST'])}:{port}",
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: 'node[007-012,040],login' starts with node007."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST must be a list of hosts, got {nodes!r}.")
+    return match[1] + (match[2] or "")
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except KeyError:
+        raise ValueError(f"{name} is not set, though the launcher's other variables are.") from None
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {env[name]!r}.") from None

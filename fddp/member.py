@@ -1,0 +1,169 @@
+"""How one process takes part in a group: as devices of a mesh, or as a rank of MPI.
+
+A `Member` is five functions. Everything above is written once, per replica, against them: `program` turns a function
+of one replica into a program that runs on all of them, and inside it `psum` adds over replicas and `index` says which
+one this is; `place` brings a process's own arrays to where programs take them; `gather` and `send` move bytes between
+the hosts themselves.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import UInt8
+
+# Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
+EVERYWHERE = PartitionSpec()
+Bytes = UInt8[np.ndarray, " n"]
+
+# XLA would merge all buckets into one all-reduce (on CPU without any limit, on GPU up to 30 MiB), and before Hopper
+# its GPU scheduler overlaps nothing unless told to. Options of another platform are ignored.
+COMPILER_OPTIONS = {
+    "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
+    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
+    "xla_gpu_enable_latency_hiding_scheduler": "True",
+}
+
+
+class Member(NamedTuple):
+    """What a group's programs and messages are carried by."""
+
+    axis_name: str | None
+    """Name of the mesh axis for collectives inside a loss; None where there is no mesh."""
+    own: PartitionSpec
+    """Spec of what every replica has for itself: concatenated over replicas along dim 0."""
+    program: Callable[..., Callable[..., Any]]
+    """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
+    psum: Callable[[jax.Array], jax.Array]
+    """Sum over replicas, inside a program."""
+    index: Callable[[], jax.Array]
+    """Number of this replica, inside a program; int32."""
+    place: Callable[[Any, PartitionSpec], Any]
+    """`place(tree, spec)`: this process's arrays (its own rows, for `own`) as arguments of a program."""
+    gather: Callable[[Bytes], UInt8[np.ndarray, "processes n"]]
+    """Equally many bytes from every process, on every process."""
+    send: Callable[[Bytes, int], Bytes]
+    """`send(data, root)`: root's bytes, on every process."""
+
+
+def mesh_member(mesh: Mesh, axis_name: str) -> Member:
+    """A member whose replicas are the devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local).
+
+    Args:
+      mesh: devices of one or several processes.
+      axis_name: the axis over which replicas lie.
+
+    Returns:
+      The member.
+    """
+    own = PartitionSpec(axis_name)
+    hosts = Mesh(_first_devices(mesh), ("process",))
+
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Callable:
+        # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
+        spread = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(spread, donate_argnums=tuple(donate), compiler_options=COMPILER_OPTIONS)
+
+    def place(tree: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda x: _placed(x, sharding), tree)
+
+    def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
+        rows = jax.make_array_from_process_local_data(NamedSharding(hosts, PartitionSpec("process")), data[None])
+        copy = jax.jit(lambda x: x, out_shardings=NamedSharding(hosts, EVERYWHERE))
+        return np.asarray(copy(rows))
+
+    def send(data: Bytes, root: int) -> Bytes:
+        # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
+        mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
+        rows = jax.make_array_from_process_local_data(NamedSharding(hosts, PartitionSpec("process")), mine[None])
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(x[0], "process"),
+            mesh=hosts,
+            in_specs=PartitionSpec("process"),
+            out_specs=EVERYWHERE,
+        )
+        return np.asarray(jax.jit(total)(rows))
+
+    return Member(
+        axis_name=axis_name,
+        own=own,
+        program=program,
+        psum=lambda x: jax.lax.psum(x, axis_name),
+        index=lambda: jax.lax.axis_index(axis_name),
+        place=place,
+        gather=gather,
+        send=send,
+    )
+
+
+def mpi_member(comm: Any) -> Member:
+    """A member that is one rank of an MPI communicator, with one device; traffic goes through mpi4jax.
+
+    Args:
+      comm: an mpi4py communicator. It is cloned twice, so that the messages of compiled programs (mpi4jax), those of
+        the hosts (mpi4py) and the user's own never meet.
+
+    Returns:
+      The member.
+    """
+    import mpi4jax
+    from mpi4py import MPI
+
+    wire, hosts = comm.Clone(), comm.Clone()
+
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Callable:
+        del in_specs, out_specs  # one device a process: equal everywhere and its own are the same array
+        return jax.jit(f, donate_argnums=tuple(donate))
+
+    def psum(x: jax.Array) -> jax.Array:
+        # MPI knows no 16-bit floats; a sum in float32 is also the more exact one.
+        sent = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+        return mpi4jax.allreduce(sent, op=MPI.SUM, comm=wire).astype(x.dtype)
+
+    def place(tree: Any, spec: PartitionSpec) -> Any:
+        del spec
+        return jax.tree.map(lambda x: _placed(x, jax.sharding.SingleDeviceSharding(jax.local_devices()[0])), tree)
+
+    def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
+        rows = np.empty((hosts.size, data.size), np.uint8)
+        hosts.Allgather(np.ascontiguousarray(data), rows)
+        return rows
+
+    def send(data: Bytes, root: int) -> Bytes:
+        data = np.array(data)
+        hosts.Bcast(data, root=root)
+        return data
+
+    return Member(
+        axis_name=None,
+        own=EVERYWHERE,
+        program=program,
+        psum=psum,
+        index=lambda: jnp.int32(comm.rank),
+        place=place,
+        gather=gather,
+        send=send,
+    )
+
+
+def _first_devices(mesh: Mesh) -> list[jax.Device]:
+    """One device of each process, in the order of the mesh."""
+    first: dict[int, jax.Device] = {}
+    for device in mesh.devices.flat:
+        first.setdefault(device.process_index, device)
+    return list(first.values())
+
+
+def _placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+        return x
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jax.make_array_from_process_local_data(sharding, np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return jax.make_array_from_process_local_data(sharding, np.asarray(x))

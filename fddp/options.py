@@ -1,0 +1,82 @@
+"""The options of `train_step` and `value_and_grad`, named as DDP names them, checked where they are given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+SCHEDULES = ("auto", "fused", "after")
+ORDERS = ("ready", "reverse")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are bucketed, accumulated and sent.
+
+    Raises:
+      ValueError: a value out of its range; the message says which and what to give.
+    """
+
+    bucket_cap_mb: float = 25
+    """A bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket."""
+    first_bucket_mb: float = 1
+    """Cap of the first bucket, MiB: traffic starts early."""
+    last_bucket_mb: float = 1
+    """Cap of the last bucket, MiB: little is left when the backward pass ends."""
+    order: str = "ready"
+    """"ready": as the gradients' program delivers them; "reverse": the reverse of the leaves, DDP's guess."""
+    accumulation_steps: int = 1
+    """Micro-batches a step; one synchronization for all of them."""
+    broadcast_buffers: bool = True
+    """Whether the model state of rank 0 is every replica's at the next forward; else each keeps its own."""
+    schedule: str = "auto"
+    """"fused": one program; "after": traffic when the backward is done; "auto" picks."""
+    donate: bool = True
+    """Whether a step may reuse the memory of the state it is given, which is then gone."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"):
+            cap = getattr(self, name)
+            if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:  # NaN compares false
+                raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
+        steps = self.accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"accumulation_steps must be a whole number of 1 or more, got {steps!r}.")
+        for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        for name in ("broadcast_buffers", "donate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+
+    @property
+    def caps(self) -> dict[str, float]:
+        """The arguments of `make_plan`."""
+        return {name: getattr(self, name) for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")}
+
+
+def read_options(call: str, given: dict[str, Any]) -> Options:
+    """Makes options of a call's keyword arguments.
+
+    Args:
+      call: name of the function that was called.
+      given: its keyword arguments.
+
+    Returns:
+      The options.
+
+    Raises:
+      TypeError: there is no such option.
+      ValueError: a value out of its range.
+    """
+    names = [field.name for field in fields(Options)]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise TypeError(f"fddp.{call} has no option {', '.join(map(repr, unknown))}; it has {', '.join(names)}.")
+    return Options(**given)
+
+
+def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
+    """Passes a function on, or says that it is none."""
+    if not callable(value):
+        raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")
+    return value

@@ -1,0 +1,212 @@
+"""Which gradient travels in which bucket: frozen integers and names, no arrays.
+
+A plan is computed once, from shapes and from the order in which gradients become ready. Everything that later moves
+data (`flat`, the schedules, the audit) follows it, and two replicas agree on everything if they agree on its digest.
+
+Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; `compute_bucket_assignment_by_size` in PyTorch's
+`reducer.cpp`.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MiB = 2**20
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the tree: its path, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves of one dtype that travel together, in the order in which they lie in the bucket."""
+
+    leaves: tuple[int, ...]
+    names: tuple[str, ...]
+    dtype: np.dtype
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets in launch order, over the leaves of one tree.
+
+    Leaves that no bucket names do not travel: `pack` passes them over and `unpack` leaves `None` in their place.
+    """
+
+    leaves: tuple[Leaf, ...]
+    buckets: tuple[Bucket, ...]
+    treedef: Any
+
+    @property
+    def tail_rides(self) -> bool:
+        """Whether loss, metrics and buffers can ride at the end of the last bucket, exactly.
+
+        They are float32 (or wider) numbers; a wire of 16-bit words would round them, and then they travel in one tiny
+        all-reduce of their own.
+        """
+        if not self.buckets or not jnp.issubdtype(self.buckets[-1].dtype, jnp.inexact):
+            return False
+        return jnp.finfo(self.buckets[-1].dtype).bits >= 32
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
+        text = [str(leaf) for leaf in self.leaves] + [str(bucket.leaves) for bucket in self.buckets]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        rows = [
+            (str(i), str(len(b.leaves)), f"{b.nbytes / MiB:.3f}", str(b.dtype), _abridged(b.names))
+            for i, b in enumerate(self.buckets)
+        ]
+        head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
+        total = sum(b.nbytes for b in self.buckets) / MiB
+        tail = "ride in the last bucket" if self.tail_rides else "travel in one all-reduce of their own"
+        foot = (
+            f"{len(self.buckets)} buckets, {sum(len(b.leaves) for b in self.buckets)} of {len(self.leaves)} leaves, "
+            f"{total:.3f} MiB; loss and metrics {tail}; digest {self.digest}"
+        )
+        return "\n".join([*_table([head, *rows]), foot])
+
+
+def make_plan(
+    tree: Any,
+    *,
+    order: Sequence[int] | None = None,
+    bucket_cap_mb: float = 25,
+    first_bucket_mb: float = 1,
+    last_bucket_mb: float = 1,
+) -> BucketPlan:
+    """Assigns the leaves of a tree to buckets, as PyTorch's `compute_bucket_assignment_by_size` does.
+
+    Leaves are taken in `order`; each dtype fills a bucket of its own, which is closed as soon as its bytes reach the
+    cap. A leaf is never split, so a bucket exceeds its cap by less than one leaf. The first bucket's cap is small, so
+    that traffic starts early; of the last bucket at most `last_bucket_mb` stays, so that little traffic is left when
+    the backward pass ends.
+
+    Args:
+      tree: parameters, gradients or `jax.ShapeDtypeStruct`s: any tree whose leaves have a shape and a dtype.
+      order: leaf indices in the order in which their gradients become ready (see `grad_order`); leaves that it does
+        not name do not travel. None: the reverse of the leaves, as DDP guesses.
+      bucket_cap_mb: cap of a bucket in MiB; 0 gives every leaf a bucket of its own.
+      first_bucket_mb: cap of the first bucket in MiB, if smaller than `bucket_cap_mb`.
+      last_bucket_mb: cap of the last bucket in MiB, if smaller than `bucket_cap_mb`.
+
+    Returns:
+      A `BucketPlan`; `print(plan)` shows it as a table.
+
+    Raises:
+      ValueError: a cap is negative or NaN, or `order` is not a selection of the leaves' indices.
+      TypeError: a leaf has no shape and dtype.
+
+    Example:
+      >>> import numpy as np
+      >>> tree = {"w": np.zeros((256, 1024), np.float32), "b": np.zeros(1024, np.float32)}
+      >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1).buckets]
+      [('w',), ('b',)]
+    """
+    caps = {
+        "bucket_cap_mb": bucket_cap_mb,
+        "first_bucket_mb": first_bucket_mb,
+        "last_bucket_mb": last_bucket_mb,
+    }
+    for name, cap in caps.items():
+        if not cap >= 0:  # NaN compares false
+            raise ValueError(f"{name} must be 0 or more MiB, got {cap}.")
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = tuple(_leaf(path, value) for path, value in paths)
+    order = tuple(reversed(range(len(leaves)))) if order is None else tuple(int(i) for i in order)
+    if len(set(order)) != len(order) or not all(0 <= i < len(leaves) for i in order):
+        raise ValueError(
+            f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, got {list(order)}."
+        )
+    cap = bucket_cap_mb * MiB
+    groups = _fill(leaves, order, first=min(first_bucket_mb * MiB, cap), cap=cap)
+    groups = _shorten_last(leaves, groups, cap=min(last_bucket_mb * MiB, cap))
+    return BucketPlan(leaves, tuple(_bucket(leaves, group) for group in groups), treedef)
+
+
+def _fill(leaves: Sequence[Leaf], order: Sequence[int], *, first: float, cap: float) -> list[list[int]]:
+    """Walks the order; a bucket is launched when the last of its leaves is ready."""
+    position = {leaf: at for at, leaf in enumerate(order)}
+    filling: dict[np.dtype, list[int]] = {}
+    closed: list[list[int]] = []
+    for i in order:
+        bucket = filling.setdefault(leaves[i].dtype, [])
+        bucket.append(i)
+        if sum(leaves[j].nbytes for j in bucket) >= (cap if closed else first):
+            closed.append(filling.pop(leaves[i].dtype))
+    return sorted([*closed, *filling.values()], key=lambda bucket: position[bucket[-1]])
+
+
+def _shorten_last(leaves: Sequence[Leaf], groups: list[list[int]], *, cap: float) -> list[list[int]]:
+    """Splits the last bucket so that what leaves after the backward's end is within the cap, or one leaf."""
+    if not groups:
+        return groups
+    *others, last = groups
+    cut = len(last) - 1
+    while cut > 0 and sum(leaves[i].nbytes for i in last[cut - 1 :]) <= cap:
+        cut -= 1
+    return [*others, last[:cut], last[cut:]] if cut else groups
+
+
+def _bucket(leaves: Sequence[Leaf], group: Sequence[int]) -> Bucket:
+    return Bucket(
+        leaves=tuple(group),
+        names=tuple(leaves[i].name for i in group),
+        dtype=leaves[group[0]].dtype,
+        size=sum(leaves[i].size for i in group),
+    )
+
+
+def _leaf(path: Any, value: Any) -> Leaf:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        value = _scalar(name, value)
+    return Leaf(name, tuple(value.shape), np.dtype(value.dtype))
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if isinstance(value, int | float | complex):
+        return jax.eval_shape(lambda: jnp.asarray(value))
+    raise TypeError(f"leaf {name!r} must be an array, got {type(value).__name__}.")
+
+
+def _abridged(names: tuple[str, ...], most: int = 2) -> str:
+    if len(names) <= 2 * most:
+        return ", ".join(names)
+    return ", ".join([*names[:most], "…", *names[-most:]])
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

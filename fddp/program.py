@@ -1,0 +1,113 @@
+"""The backward pass as a list of equations, known before it runs.
+
+`jax.make_jaxpr(jax.value_and_grad(loss))` is a straight program. The place of a gradient in it is the moment it
+becomes ready: what DDP learns from hooks in the first iteration is read off here.
+
+Source: Li et al. (VLDB 2020), section 3.2.3; `Reducer::rebuild_buckets` in PyTorch's `reducer.cpp`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+# Equations that only wrap a list of others: their contents are part of the straight program.
+WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
+    """Finds the order in which the gradients of a loss become ready, from its program.
+
+    Args:
+      loss_fn: `loss_fn(params, *args) -> loss` or `-> (loss, aux)`.
+      params: tree of arrays or `jax.ShapeDtypeStruct`s.
+      *args: the loss's other arguments, or their shapes.
+
+    Returns:
+      Indices of the leaves of `params`, first ready first. Leaves without a gradient (integers) are not named.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["first"]) @ p["second"])
+      >>> params = {"first": jnp.ones((3, 3)), "second": jnp.ones((3, 3))}
+      >>> grad_order(loss, params, jnp.ones((2, 3)))
+      (1, 0)
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    chosen = differentiable(leaves)
+
+    def loss(trainable: Sequence[Any], fixed: Sequence[Any], *args: Any) -> Any:
+        value = loss_fn(treedef.unflatten(merge(chosen, trainable, fixed)), *args)
+        return value[0] if isinstance(value, tuple) else value
+
+    trainable, fixed = split(chosen, leaves)
+    closed = jax.make_jaxpr(jax.grad(loss))(trainable, fixed, *args)
+    return tuple(chosen[k] for k in ready_order(closed, len(chosen)))
+
+
+def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
+    """Orders the first outputs of a program by the place of the equation that makes them.
+
+    Args:
+      closed: the program.
+      count: how many of its outputs to order.
+
+    Returns:
+      Their numbers; what one equation makes (a `scan` over layers delivers all at once) in reverse, as DDP guesses.
+    """
+    jaxpr = straighten(closed).jaxpr
+    made_by = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    # A gradient that no equation makes (a constant, an input) is ready before the first.
+    place = [-1 if isinstance(v, Literal) else made_by.get(v, -1) for v in jaxpr.outvars[:count]]
+    return tuple(sorted(range(count), key=lambda k: (place[k], -k)))
+
+
+def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Writes the contents of nested `jit`s in their places, so that the program is one list of equations.
+
+    Args:
+      closed: any program.
+
+    Returns:
+      An equal program without nested `jit`s. Loops, branches and rematerialised parts stay single equations.
+    """
+    return jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def differentiable(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Which leaves can have a gradient: those of float or complex dtype."""
+    dtypes = [getattr(x, "dtype", None) or jnp.result_type(x) for x in leaves]
+    return tuple(i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact))
+
+
+def split(chosen: Sequence[int], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Parts the leaves into the chosen ones and the rest."""
+    inside = set(chosen)
+    return [leaves[i] for i in chosen], [x for i, x in enumerate(leaves) if i not in inside]
+
+
+def merge(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+    """Puts the leaves back in their places: the inverse of `split`."""
+    inside, rest = dict(zip(chosen, trainable)), iter(fixed)
+    return [inside[i] if i in inside else next(rest) for i in range(len(trainable) + len(fixed))]
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in WRAPPERS:
+            inner = eqn.params[WRAPPERS[eqn.primitive.name]]
+            outputs = _run(inner.jaxpr, inner.consts, inputs)
+        else:
+            with eqn.ctx.manager:
+                made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            outputs = made if eqn.primitive.multiple_results else [made]
+        values.update(zip(eqn.outvars, outputs))
+    return [read(atom) for atom in jaxpr.outvars]

@@ -1,0 +1,232 @@
+"""Gradients averaged over replicas: what `train_step` and `value_and_grad` have in common.
+
+The first batch settles everything: it is compared on all ranks, its program gives the order of readiness, the order
+the plan, the plan the pieces of a schedule. From then on a call is one run.
+
+Source: `Reducer` in PyTorch's `reducer.cpp`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from fddp.accumulate import accumulate
+from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.group import Group
+from fddp.member import EVERYWHERE
+from fddp.objective import Objective, Pending, Sums, contribute, mean, plus
+from fddp.options import Options
+from fddp.plan import BucketPlan, make_plan
+from fddp.program import differentiable, ready_order
+from fddp.replicas import described, verify
+from fddp.schedule import Pieces, Schedule, after, fused
+
+SCHEDULES: dict[str, Schedule] = {"auto": fused, "fused": fused, "after": after}
+
+
+class TrainState(NamedTuple):
+    """All that a step carries on: a pytree, equal on all replicas but for `accumulated`."""
+
+    step: Int[Array, ""]
+    """Synchronized steps so far."""
+    params: Any
+    opt_state: Any
+    """The optimizer's state for the differentiable leaves of `params`."""
+    model_state: Any
+    """Buffers, BatchNorm's statistics say; None without."""
+    hook_state: Any
+    accumulated: Pending | None
+    """What `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: nothing."""
+    rng: Any
+    """A random key; None without."""
+
+
+class Mean(NamedTuple):
+    """A step's contributions, averaged over micro-batches, calls and replicas."""
+
+    grads: Any
+    """A tree like the parameters; None for leaves without gradients."""
+    loss: Float[Array, ""]
+    aux: Any
+    model_state: Any
+
+
+class Reducer:
+    """Averages the gradients of one objective over the replicas of a group."""
+
+    def __init__(
+        self, objective: Objective, group: Group, options: Options, use: Callable[[TrainState, Mean], Any]
+    ) -> None:
+        """Args:
+        objective: the loss.
+        group: the replicas.
+        options: how to bucket, accumulate and send.
+        use: (state, mean) → the result of a call; runs on every replica.
+        """
+        self.group, self.options, self.use = group, options, use
+        self.plan: BucketPlan | None = None
+        self._objective = objective
+        self._run: Callable[[TrainState, Any], Any] | None = None
+        own, everywhere = group.member.own, EVERYWHERE
+        self._state_spec = TrainState(everywhere, everywhere, everywhere, everywhere, everywhere, own, everywhere)
+        self._hold = group.member.program(self._held, (own, self._state_spec, own), (own, everywhere), donate=(0,))
+
+    def reduce(self, state: TrainState, batch: Any) -> Any:
+        """Gradients of all replicas' rows, averaged, then `use`."""
+        rows = self._rows(state, batch, "step")
+        return self.run(state, rows)
+
+    def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
+        """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
+        rows = self._rows(state, batch, "no_sync")
+        accumulated, means = self._hold(state.accumulated, state._replace(accumulated=None), rows)
+        return state._replace(accumulated=accumulated), means
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """The whole step as XLA gets it."""
+        rows = self._rows(state, batch, "step")
+        if not isinstance(self.run, jax.stages.Wrapped):
+            raise ValueError(f"schedule {self.options.schedule!r} runs several programs; lower needs 'fused'.")
+        return self.run.lower(state, rows)
+
+    @property
+    def run(self) -> Callable[[TrainState, Any], Any]:
+        """The schedule's runner, of a state and rows in their places."""
+        if self._run is None:
+            raise ValueError("there is no program yet: the first batch settles it.")
+        return self._run
+
+    def provisional_plan(self, params: Any) -> BucketPlan:
+        """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
+        chosen = differentiable(jax.tree.leaves(params))
+        return make_plan(params, order=chosen[::-1], **self.options.caps)
+
+    def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
+        """Brings a batch to the replicas; the first one settles the plan."""
+        if self._run is None:
+            self._settle(state, batch, call)
+        else:
+            self._check(state, batch)
+        return self.group.member.place(batch, self.group.member.own)
+
+    def _settle(self, state: TrainState, batch: Any, call: str) -> None:
+        found: list[tuple[int, ...]] = []
+
+        def describe() -> Iterable[str]:
+            self._check(state, batch)
+            found.append(self._order(state, batch))
+            return [f"call {call}", *described("batch", batch), *described("parameter", state.params)]
+
+        verify(self.group, "batch", describe)
+        # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP.
+        order = self.group.broadcast(np.asarray(found[0], np.int32))
+        self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
+        pieces = Pieces(partial(self._local, plan), partial(self._finish, plan), self._state_spec)
+        self._run = SCHEDULES[self.options.schedule](self.group.member, pieces, self.options.donate)
+
+    def _check(self, state: TrainState, batch: Any) -> None:
+        leaves = jax.tree.leaves(batch)
+        if any(isinstance(x, jax.core.Tracer) for x in (state.step, *leaves)):
+            raise TypeError(
+                "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
+                "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
+            )
+        if not leaves:
+            raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
+        counts = {np.shape(x)[:1] for x in leaves}
+        if len(counts) > 1 or () in counts:
+            raise ValueError(
+                f"the arrays of a batch must have equally many rows, got {', '.join(described('', batch))}."
+            )
+        ((rows,),) = counts
+        if rows % self._parts or rows == 0:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be divided into {self._parts} equal parts: this process has "
+                f"{self._replicas} replicas × {self.options.accumulation_steps} micro-batches."
+            )
+
+    @property
+    def _replicas(self) -> int:
+        """Replicas of this process."""
+        return self.group.size // self.group.processes
+
+    @property
+    def _parts(self) -> int:
+        """Micro-batches in this process's batch."""
+        return self._replicas * self.options.accumulation_steps
+
+    def _order(self, state: TrainState, batch: Any) -> tuple[int, ...]:
+        """Traces one micro-batch of one replica: the loss is checked, and its gradients' order is found."""
+
+        def grads(state: TrainState, batch: Any) -> tuple[Array, ...]:
+            part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
+            start = Pending(None, state.model_state, jnp.zeros((), jnp.int32))
+            return contribute(self._objective, state.params, start, state.rng, part).sums.grads
+
+        axis = self.group.axis_name
+        try:
+            closed = jax.make_jaxpr(grads, axis_env=[(axis, self.group.size)] if axis else None)(state, batch)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            there = f"the axis {axis!r}" if axis else "no mesh axis: use backend 'gloo' or 'nccl'"
+            raise ValueError(
+                f"the loss has a collective over an {error}; {self.group.backend!r} has {there}."
+            ) from None
+        chosen = differentiable(jax.tree.leaves(state.params))
+        if self.options.order == "reverse":
+            return chosen[::-1]
+        return tuple(chosen[k] for k in ready_order(closed, len(chosen)))
+
+    def _gather(self, state: TrainState, rows: Any) -> tuple[Sums, Pending]:
+        """Contributions of this replica's rows, and everything that is now pending."""
+        was = Pending(None, state.model_state, jnp.zeros((), jnp.int32))
+        if state.accumulated is not None:
+            was = jax.tree.map(lambda x: x[0], state.accumulated)
+
+        def add(pending: Pending, part: Any) -> Pending:
+            key = state.rng
+            if key is not None:
+                for number in (state.step, pending.micro_batches, self.group.member.index()):
+                    key = jax.random.fold_in(key, number)
+            return contribute(self._objective, state.params, pending, key, part)
+
+        now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
+        return now.sums, now._replace(sums=plus(was.sums, now.sums))
+
+    def _held(self, accumulated: Pending | None, state: TrainState, rows: Any) -> tuple[Pending, Sums]:
+        sums, pending = self._gather(state._replace(accumulated=accumulated), rows)
+        return jax.tree.map(lambda x: x[None], pending), mean(sums._replace(grads=()))
+
+    def _local(self, plan: BucketPlan, state: TrainState, rows: Any) -> tuple[Wires, Any]:
+        _, pending = self._gather(state, rows)
+        tail = pending.sums._replace(grads=())
+        sent, kept = self._buffers(pending.model_state)
+        grads = _tree(plan, pending.sums.grads)
+        return add_tail(plan, pack(plan, grads), (tail, sent)), jax.tree.map(lambda x: x[None], kept)
+
+    def _buffers(self, model_state: Any) -> tuple[Any, Any]:
+        """What of the buffers is sent, and what each replica keeps."""
+        if not self.options.broadcast_buffers:
+            return None, model_state
+        # Replica 0's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
+        mine = self.group.member.index() == 0
+        return jax.tree.map(lambda x: jnp.where(mine, x, jnp.zeros_like(x)), model_state), None
+
+    def _finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any) -> Any:
+        buckets, (tail, buffers) = take_tail(plan, wires)
+        means = mean(tail._replace(grads=unpack(plan, buckets)))
+        kept = jax.tree.map(lambda x: x[0], kept)
+        model_state = buffers if self.options.broadcast_buffers else kept
+        return self.use(state._replace(accumulated=None), Mean(means.grads, means.loss, means.aux, model_state))
+
+
+def _tree(plan: BucketPlan, grads: Sequence[Array]) -> Any:
+    """Gradients in a tree like the parameters, with None for leaves that have none."""
+    inside = dict(zip(differentiable(plan.leaves), grads))
+    return jax.tree.unflatten(plan.treedef, [inside.get(i) for i in range(len(plan.leaves))])

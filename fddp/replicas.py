@@ -1,0 +1,88 @@
+"""Replicas start equal: compared in form before anything depends on it, then filled with rank 0's values.
+
+Source: `_verify_param_shape_across_processes` and `_sync_module_states` in PyTorch's `distributed.py`; unlike there
+names, dtypes and options are compared too, and every rank raises the same error.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from typing import Any
+
+import jax
+import numpy as np
+
+from fddp.group import Group
+from fddp.member import EVERYWHERE
+
+ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
+
+
+def verify(group: Group, what: str, describe: Callable[[], Iterable[str]]) -> None:
+    """Compares a description on all ranks, and fails on all of them where it differs or cannot be given.
+
+    Only messages of fixed size are sent before the descriptions are known to have one length.
+
+    Args:
+      group: who compares.
+      what: what is described, for the message: "parameters", say.
+      describe: this rank's description, line by line; may raise what is wrong with this rank's input.
+
+    Raises:
+      ValueError: the descriptions differ; the message says where, by rank.
+      Exception: what `describe` raised, on every rank: its own error where all agree, else its message by rank.
+    """
+    try:
+        lines, failure = list(describe()), None
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        lines, failure = [f"{type(error).__name__}: {error}"], error
+    text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
+    heads = group.all_gather(np.frombuffer(sha256(text).digest() + len(text).to_bytes(8, "big"), np.uint8))
+    if np.all(heads == heads[0]):
+        if failure is not None:
+            raise failure
+        return
+    lengths = [int.from_bytes(head[-8:].tobytes(), "big") for head in heads]
+    rows = group.all_gather(np.frombuffer(text.ljust(max(lengths)), np.uint8))
+    reports = [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
+    raise _disagreement(what, reports) from failure
+
+
+def equal_start(group: Group, tree: Any) -> Any:
+    """Gives every replica rank 0's values, in arrays of their own.
+
+    Args:
+      group: the replicas.
+      tree: arrays; of the same form on every rank.
+
+    Returns:
+      The tree, on the group's devices; later donation leaves the caller's arrays alone.
+    """
+    return group.member.place(group.broadcast(tree), EVERYWHERE)
+
+
+def described(title: str, tree: Any) -> list[str]:
+    """One line for each leaf of a tree: path, dtype and shape."""
+    return [
+        f"{title} {jax.tree_util.keystr(path, simple=True, separator='/')} {_form(x)}".strip()
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _form(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def _disagreement(what: str, reports: list[dict[str, Any]], most: int = 6) -> Exception:
+    failed = [rank for rank, report in enumerate(reports) if report["failed"]]
+    if failed:
+        texts = [f"rank {rank}: {reports[rank]['lines'][0]}" for rank in failed]
+        kind = ERRORS.get(reports[failed[0]]["lines"][0].split(":")[0], RuntimeError)
+        return kind(f"{what}: {len(failed)} of {len(reports)} ranks failed.\n" + "\n".join(texts[:most]))
+    everywhere = set.intersection(*(set(report["lines"]) for report in reports))
+    texts = []
+    for rank, report in enumerate(reports):
+        own = [line for line in report["lines"] if line not in everywhere]
+        more = f", and {len(own) - most} more" if len(own) > most else ""
+        texts.append(f"rank {rank}: {'; '.join(own[:most]) or 'nothing more'}{more}")
+    return ValueError(f"ranks differ in their {what}.\n" + "\n".join(texts))

@@ -1,0 +1,248 @@
+"""The two functions that people call: `train_step` and `value_and_grad`.
+
+Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyTorch Distributed" (VLDB 2020).
+"""
+
+import platform
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from fddp.group import Group
+from fddp.member import EVERYWHERE
+from fddp.objective import make_objective
+from fddp.options import check_callable, read_options
+from fddp.plan import BucketPlan
+from fddp.program import differentiable
+from fddp.reducer import Mean, Reducer, TrainState
+from fddp.replicas import described, equal_start, verify
+from fddp.world import init
+
+
+class StepInfo(NamedTuple):
+    """What a step tells: the same on every rank after a step, this process's own rows' after `no_sync`."""
+
+    loss: Float[Array, ""]
+    aux: Any = None
+    used: Any = None
+
+
+class TrainStep:
+    """A training step over replicas; made by `train_step`."""
+
+    def __init__(self, reducer: Reducer, optimizer: optax.GradientTransformation) -> None:
+        self._reducer, self._optimizer = reducer, optimizer
+
+    def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
+
+        Args:
+          params: tree of arrays; those of float or complex dtype are trained.
+          model_state: buffers that the loss takes and returns, or None.
+          rng: random key for the loss (`jax.random.key(0)`), or None.
+
+        Returns:
+          The state, on the group's devices, in memory of its own.
+
+        Raises:
+          ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
+        """
+        group = self._reducer.group
+        verify(group, "parameters, options or versions", lambda: self._form(params, model_state, rng))
+        params, model_state, rng = equal_start(group, (params, model_state, rng))
+        # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
+        make = group.member.program(
+            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(_trained(params))),
+            (EVERYWHERE,),
+            EVERYWHERE,
+        )
+        self._reducer.plan = self._reducer.plan or self._reducer.provisional_plan(params)
+        number = group.member.place(np.zeros((), np.int32), EVERYWHERE)
+        return TrainState(number, params, make(params), model_state, (), None, rng)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
+
+        Args:
+          state: from `init` or the last step; its memory is reused unless `donate=False`.
+          batch: this process's rows: a tree of arrays with equal first dims, divisible by its replicas ×
+            `accumulation_steps`.
+
+        Returns:
+          The next state; loss and metrics averaged over all rows.
+
+        Raises:
+          ValueError: rows are missing or cannot be divided; at the first batch on every rank.
+          TypeError: called under a transformation, or the loss returns something else than promised.
+        """
+        return self._reducer.reduce(state, batch)
+
+    def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.
+
+        Args:
+          state: from `init` or the last step.
+          batch: as for a step.
+
+        Returns:
+          The state, its parameters unchanged; loss and metrics of this process's rows (of its first replica).
+        """
+        state, means = self._reducer.hold(state, batch)
+        return state, StepInfo(means.loss, means.aux)
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lowers the fused step, as `jax.jit(f).lower` does, for a look at what XLA makes of it."""
+        return self._reducer.lower(state, batch)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness."""
+        if self._reducer.plan is None:
+            raise ValueError("a plan exists once a state does: call step.init(params) first.")
+        return self._reducer.plan
+
+    def _form(self, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
+        """What must be equal on all ranks before anything is sent."""
+        _check_params(params)
+        opt_state = jax.eval_shape(lambda params: self._optimizer.init(_trained(params)), params)
+        return [
+            f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
+            repr(self._reducer.options),
+            f"plan {self._reducer.provisional_plan(params).digest}",
+            f"{len(jax.tree.leaves(params))} parameters",
+            *described("parameter", params),
+            *described("optimizer", opt_state),
+            *described("model_state", model_state),
+            *described("rng", rng),
+        ]
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    group: Group | None = None,
+    has_aux: bool = False,
+    **options: Any,
+) -> TrainStep:
+    """Makes a step that trains on many replicas with the mathematics of one on the joined batch.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it is called with
+        `model_state=` too and returns (loss, (model_state, aux)); with a random key it is called with `rng=`, a key of
+        this step, micro-batch and replica.
+      optimizer: any optax transformation.
+      group: the replicas; None: those of `fddp.init()`.
+      has_aux: whether the loss returns metrics; their float leaves are averaged over replicas.
+      **options: fields of `fddp.Options`, named as DDP names them.
+
+    Returns:
+      A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).
+
+    Raises:
+      TypeError: an unknown option, or something that is not a function.
+      ValueError: an option out of its range.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.25))
+      >>> state, info = step(step.init(jnp.zeros(())), jnp.full(8, 2.0))
+      >>> float(info.loss), float(state.params)
+      (4.0, 1.0)
+    """
+    check_callable("train_step", "loss_fn", loss_fn)
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise TypeError(f"fddp.train_step: optimizer must be one of optax's, got {type(optimizer).__name__}.")
+    settings = read_options("train_step", options)
+
+    def update(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
+        trained = _trained(state.params)
+        updates, opt_state = optimizer.update(mean.grads, state.opt_state, trained)
+        params = _with(state.params, optax.apply_updates(trained, updates))
+        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
+        return state, StepInfo(mean.loss, mean.aux)
+
+    objective = make_objective(loss_fn, has_aux=has_aux)
+    return TrainStep(Reducer(objective, group or init(), settings, update), optimizer)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    group: Group | None = None,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Makes `jax.value_and_grad` of a loss over all replicas' rows, for people who keep their own optimizer step.
+
+    Args:
+      loss_fn: as for `train_step`.
+      group: the replicas; None: those of `fddp.init()`.
+      has_aux: whether the loss returns metrics.
+      **options: fields of `fddp.Options`.
+
+    Returns:
+      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all. With
+      `model_state=` or `rng=` given to `f` the loss gets them, and aux is (model_state, aux). Parameters without a
+      gradient (integers) get zeros.
+
+    Raises:
+      TypeError: an unknown option, or something that is not a function.
+      ValueError: an option out of its range.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp
+      >>> f = fddp.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2))
+      >>> [float(x) for x in f(jnp.zeros(()), jnp.full(8, 2.0))]
+      [4.0, -4.0]
+    """
+    check_callable("value_and_grad", "loss_fn", loss_fn)
+    settings = read_options("value_and_grad", options | {"donate": False})
+
+    def use(state: TrainState, mean: Mean) -> Any:
+        grads = jax.tree.map(
+            lambda p, g: jnp.zeros_like(p) if g is None else g,
+            state.params,
+            mean.grads,
+            is_leaf=lambda x: x is None,
+        )
+        if state.model_state is not None:
+            return (mean.loss, (mean.model_state, mean.aux)), grads
+        return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
+
+    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
+
+    def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        state = TrainState(np.zeros((), np.int32), params, (), model_state, (), None, rng)
+        return reducer.reduce(reducer.group.member.place(state, EVERYWHERE), batch)
+
+    return f
+
+
+def _check_params(params: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError(f"params holds no arrays: got {params!r}.")
+    if not differentiable(leaves):
+        raise ValueError(
+            f"params holds no float arrays, so there is nothing to train: got {'; '.join(described('', params))}."
+        )
+
+
+def _trained(params: Any) -> Any:
+    """The tree with None in place of leaves that have no gradient."""
+    leaves, treedef = jax.tree.flatten(params)
+    chosen = set(differentiable(leaves))
+    return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
+
+
+def _with(params: Any, trained: Any) -> Any:
+    """Puts trained leaves back in their places: the inverse of `_trained`."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])

@@ -1,0 +1,192 @@
+"""The world this process lives in: joined once, at the start of a script.
+
+Source: `torch.distributed.init_process_group`.
+"""
+
+import importlib.util
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fddp.failure import Ending, end_together, poll
+from fddp.group import Group, mesh_group, mpi_group, replica_mesh
+from fddp.launch import Launch, read_launch
+
+BACKENDS = ("nccl", "gloo", "mpi", "local")
+
+
+def init(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    coordinator: str | None = None,
+    timeout_s: float = 300.0,
+) -> Group:
+    """Joins the other processes of this job and returns the group of all replicas.
+
+    Call it once, before any JAX computation; called again without arguments it returns the same group. An uncaught
+    exception on one rank then ends the script on all of them. A `jax.distributed` that is already initialized is
+    adopted.
+
+    Args:
+      backend: "nccl" (GPUs), "gloo" (CPUs), "mpi" (mpi4jax) or "local" (the devices of this process). None: nccl
+        where there are GPUs and several processes; under mpirun mpi if mpi4jax is installed, else gloo; gloo for
+        other processes that were started together; local for one.
+      rank: this process; with `size`, wins over what the launcher says.
+      size: number of processes.
+      coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
+      timeout_s: seconds to wait for the other processes.
+
+    Returns:
+      The group.
+
+    Raises:
+      ValueError: unknown backend, contradicting ranks, or called again with other arguments.
+      RuntimeError: the backend cannot be started here.
+
+    Example:
+      >>> import fddp
+      >>> fddp.init().rank
+      0
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}.")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}.")
+    request = (backend, rank, size, coordinator)
+    if _started and request not in ((None,) * 4, _started[0][0]):
+        raise ValueError(
+            f"fddp.init was called before with (backend, rank, size, coordinator) = {_started[0][0]} and now with "
+            f"{request}; a process joins one world: keep the first group, or cut it with group.subgroup."
+        )
+    if not _started:
+        launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
+        _started.append((request, _start(backend or _pick(launch), launch, timeout_s)))
+    return _started[0][1]
+
+
+# The process's world, as MPI_Init and jax.distributed know it: started once, never changed.
+_started: list[tuple[tuple, Group]] = []
+
+
+def _pick(launch: Launch) -> str:
+    if jax.distributed.is_initialized():
+        return "nccl" if jax.default_backend() != "cpu" else "gloo"
+    if launch.size == 1:
+        return "local"
+    if _has_gpus():
+        return "nccl"
+    return "mpi" if launch.by_mpi and importlib.util.find_spec("mpi4jax") else "gloo"
+
+
+def _has_gpus() -> bool:
+    """Looked up without starting JAX's backends, which must not run before jax.distributed."""
+    platforms = jax.config.jax_platforms or ""
+    plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return plugins and Path("/dev/nvidiactl").exists() and (not platforms or "cuda" in platforms or "gpu" in platforms)
+
+
+def _start(backend: str, launch: Launch, timeout_s: float) -> Group:
+    if backend == "local":
+        return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
+    if backend == "mpi":
+        return _start_mpi()
+    if not jax.distributed.is_initialized() and launch.size > 1:
+        _start_distributed(backend, launch, timeout_s)
+    if backend == "nccl" and jax.default_backend() == "cpu":
+        raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
+    return replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
+
+
+def _start_mpi() -> Group:
+    # mpi4jax warns of every JAX newer than the one it was released with; ours is tested with it.
+    os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
+    missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"backend 'mpi' needs {' and '.join(missing)}, not installed here: pip install 'fddp[mpi]', "
+            "or use backend 'gloo'."
+        )
+    from mpi4py import MPI  # first: it loads the MPI library that mpi4jax's extension then finds
+
+    group = mpi_group(MPI.COMM_WORLD)
+    if group.processes > 1:
+        end_together(group.rank, group.processes, _mpi_ending(MPI.COMM_WORLD.Clone()))
+    return group
+
+
+def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
+    if backend == "gloo":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            launch.coordinator or _agree_on_coordinator(launch),
+            launch.size,
+            launch.rank,
+            local_device_ids=None if backend == "gloo" or launch.local_rank is None else [launch.local_rank],
+            initialization_timeout=int(max(timeout_s, 1)),
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
+    end_together(launch.rank, launch.size, _service_ending(launch))
+
+
+def _agree_on_coordinator(launch: Launch) -> str:
+    """Rank 0 picks a free port and tells the others over MPI."""
+    if not launch.by_mpi or importlib.util.find_spec("mpi4py") is None:
+        raise ValueError(
+            f"{launch.launcher} does not say where rank 0 is: give fddp.init(coordinator='host:port'), set "
+            "FDDP_COORDINATOR, or install mpi4py."
+        )
+    from mpi4py import MPI
+
+    host = socket.gethostname() if len(set(MPI.COMM_WORLD.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return MPI.COMM_WORLD.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
+
+
+def _with_arguments(launch: Launch, rank: int | None, size: int | None, coordinator: str | None) -> Launch:
+    if (rank is None) != (size is None):
+        raise ValueError(f"rank and size belong together, got rank={rank} and size={size}.")
+    if rank is not None and size is not None:
+        launch = Launch("fddp.init's arguments", rank, size, coordinator=launch.coordinator)
+    return replace(launch, coordinator=coordinator or launch.coordinator)
+
+
+def _mpi_ending(comm: Any) -> Ending:
+    def all_failed(seconds: float) -> bool:
+        return poll(comm.Ibarrier().Test, seconds)
+
+    return Ending(tell=lambda message: None, all_failed=all_failed, cause=lambda: None, abort=lambda: comm.Abort(1))
+
+
+def _service_ending(launch: Launch) -> Ending:
+    # JAX has no public door to its coordination service, which every process of jax.distributed already talks to.
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+
+    def told() -> list[tuple[str, str]]:
+        try:
+            return client.key_value_dir_get("fddp/failed/")
+        except jax.errors.JaxRuntimeError:  # the service went down with rank 0
+            return []
+
+    def tell(message: str) -> None:
+        try:
+            client.key_value_set(f"fddp/failed/{launch.rank}", message)
+        except jax.errors.JaxRuntimeError:
+            return
+
+    return Ending(
+        tell=tell,
+        all_failed=lambda seconds: poll(lambda: len(told()) == launch.size, seconds),
+        cause=lambda: next((message for _, message in told()), None),
+        abort=lambda: os._exit(1),
+    )
