@@ -185,8 +185,8 @@ def mpi_group(comm: Any) -> Group:
     """
     if jax.local_device_count() > 1:
         raise RuntimeError(
-            f"backend 'mpi' drives one device a process, and this one has {jax.local_device_count()}: start one process "
-            "per device, or use backend 'gloo'."
+            f"backend 'mpi' drives one device a process, and this one has {jax.local_device_count()}: start one "
+            "process per device, or use backend 'gloo'."
         )
 
     def cut(ranks: Sequence[int]) -> Group:
@@ -195,7 +195,7 @@ def mpi_group(comm: Any) -> Group:
     return Group(comm.rank, comm.size, comm.size, "mpi", mpi_member(comm), cut)
 
 
-def replica_mesh(devices: Sequence[jax.Device]) -> Mesh:
+def replica_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh of one axis over devices."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 

@@ -1,13 +1,13 @@
 """How one process takes part in a group: as devices of a mesh, or as a rank of MPI.
 
 A `Member` is five functions. Everything above is written once, per replica, against them: `program` turns a function
-of one replica into a program that runs on all of them, and inside it `psum` adds over replicas and `index` says which
+of one replica into a program that runs on all of them, and inside it `psum` adds over replicas and `number` says which
 one this is; `place` brings a process's own arrays to where programs take them; `gather` and `send` move bytes between
 the hosts themselves.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()
-Bytes = UInt8[np.ndarray, " n"]
+Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
 # XLA would merge all buckets into one all-reduce (on CPU without any limit, on GPU up to 30 MiB), and before Hopper
 # its GPU scheduler overlaps nothing unless told to. Options of another platform are ignored.
@@ -39,8 +39,8 @@ class Member(NamedTuple):
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
     psum: Callable[[jax.Array], jax.Array]
     """Sum over replicas, inside a program."""
-    index: Callable[[], jax.Array]
-    """Number of this replica, inside a program; int32."""
+    number: Callable[[], jax.Array]
+    """The number of this replica, inside a program; int32."""
     place: Callable[[Any, PartitionSpec], Any]
     """`place(tree, spec)`: this process's arrays (its own rows, for `own`) as arguments of a program."""
     gather: Callable[[Bytes], UInt8[np.ndarray, "processes n"]]
@@ -88,12 +88,16 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         )
         return np.asarray(jax.jit(total)(rows))
 
+    def psum(x: jax.Array) -> jax.Array:
+        # XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well.
+        return jax.lax.psum(x, axis_name) if mesh.shape[axis_name] > 1 else x
+
     return Member(
         axis_name=axis_name,
         own=own,
         program=program,
-        psum=lambda x: jax.lax.psum(x, axis_name),
-        index=lambda: jax.lax.axis_index(axis_name),
+        psum=psum,
+        number=lambda: jax.lax.axis_index(axis_name),
         place=place,
         gather=gather,
         send=send,
@@ -143,16 +147,16 @@ def mpi_member(comm: Any) -> Member:
         own=EVERYWHERE,
         program=program,
         psum=psum,
-        index=lambda: jnp.int32(comm.rank),
+        number=lambda: jnp.int32(comm.rank),
         place=place,
         gather=gather,
         send=send,
     )
 
 
-def _first_devices(mesh: Mesh) -> list[jax.Device]:
+def _first_devices(mesh: Mesh) -> list[Any]:
     """One device of each process, in the order of the mesh."""
-    first: dict[int, jax.Device] = {}
+    first: dict[int, Any] = {}
     for device in mesh.devices.flat:
         first.setdefault(device.process_index, device)
     return list(first.values())

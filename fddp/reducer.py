@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from fddp.accumulate import accumulate
@@ -24,7 +25,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
 from fddp.program import differentiable, ready_order
 from fddp.replicas import described, verify
-from fddp.schedule import Pieces, Schedule, after, fused
+from fddp.schedule import Pieces, Run, Schedule, after, fused
 
 SCHEDULES: dict[str, Schedule] = {"auto": fused, "fused": fused, "after": after}
 
@@ -71,20 +72,19 @@ class Reducer:
         self.group, self.options, self.use = group, options, use
         self.plan: BucketPlan | None = None
         self._objective = objective
-        self._run: Callable[[TrainState, Any], Any] | None = None
-        own, everywhere = group.member.own, EVERYWHERE
-        self._state_spec = TrainState(everywhere, everywhere, everywhere, everywhere, everywhere, own, everywhere)
-        self._hold = group.member.program(self._held, (own, self._state_spec, own), (own, everywhere), donate=(0,))
+        self._run: Run | None = None
+        own = group.member.own
+        self._hold = group.member.program(self._held, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,))
 
     def reduce(self, state: TrainState, batch: Any) -> Any:
         """Gradients of all replicas' rows, averaged, then `use`."""
         rows = self._rows(state, batch, "step")
-        return self.run(state, rows)
+        return self.run(state._replace(accumulated=None), state.accumulated, rows)
 
     def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
         """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
         rows = self._rows(state, batch, "no_sync")
-        accumulated, means = self._hold(state.accumulated, state._replace(accumulated=None), rows)
+        accumulated, means = self._hold(state._replace(accumulated=None), state.accumulated, rows)
         return state._replace(accumulated=accumulated), means
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -92,11 +92,11 @@ class Reducer:
         rows = self._rows(state, batch, "step")
         if not isinstance(self.run, jax.stages.Wrapped):
             raise ValueError(f"schedule {self.options.schedule!r} runs several programs; lower needs 'fused'.")
-        return self.run.lower(state, rows)
+        return self.run.lower(state._replace(accumulated=None), state.accumulated, rows)
 
     @property
-    def run(self) -> Callable[[TrainState, Any], Any]:
-        """The schedule's runner, of a state and rows in their places."""
+    def run(self) -> Run:
+        """The schedule's runner."""
         if self._run is None:
             raise ValueError("there is no program yet: the first batch settles it.")
         return self._run
@@ -126,12 +126,12 @@ class Reducer:
         # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP.
         order = self.group.broadcast(np.asarray(found[0], np.int32))
         self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
-        pieces = Pieces(partial(self._local, plan), partial(self._finish, plan), self._state_spec)
+        pieces = Pieces(partial(self._local, plan), partial(self._finish, plan))
         self._run = SCHEDULES[self.options.schedule](self.group.member, pieces, self.options.donate)
 
     def _check(self, state: TrainState, batch: Any) -> None:
         leaves = jax.tree.leaves(batch)
-        if any(isinstance(x, jax.core.Tracer) for x in (state.step, *leaves)):
+        if any(isinstance(x, Tracer) for x in (state.step, *leaves)):
             raise TypeError(
                 "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
                 "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
@@ -165,8 +165,7 @@ class Reducer:
 
         def grads(state: TrainState, batch: Any) -> tuple[Array, ...]:
             part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
-            start = Pending(None, state.model_state, jnp.zeros((), jnp.int32))
-            return contribute(self._objective, state.params, start, state.rng, part).sums.grads
+            return contribute(self._objective, state.params, _start(state), state.rng, part).sums.grads
 
         axis = self.group.axis_name
         try:
@@ -183,47 +182,60 @@ class Reducer:
             return chosen[::-1]
         return tuple(chosen[k] for k in ready_order(closed, len(chosen)))
 
-    def _gather(self, state: TrainState, rows: Any) -> tuple[Sums, Pending]:
+    def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
-        was = Pending(None, state.model_state, jnp.zeros((), jnp.int32))
-        if state.accumulated is not None:
-            was = jax.tree.map(lambda x: x[0], state.accumulated)
+        was = _start(state) if pending is None else _lowered(pending)
 
         def add(pending: Pending, part: Any) -> Pending:
             key = state.rng
             if key is not None:
-                for number in (state.step, pending.micro_batches, self.group.member.index()):
+                for number in (state.step, pending.micro_batches, self.group.member.number()):
                     key = jax.random.fold_in(key, number)
             return contribute(self._objective, state.params, pending, key, part)
 
         now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
         return now.sums, now._replace(sums=plus(was.sums, now.sums))
 
-    def _held(self, accumulated: Pending | None, state: TrainState, rows: Any) -> tuple[Pending, Sums]:
-        sums, pending = self._gather(state._replace(accumulated=accumulated), rows)
-        return jax.tree.map(lambda x: x[None], pending), mean(sums._replace(grads=()))
+    def _held(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
+        sums, pending = self._gather(state, pending, rows)
+        return _lifted(pending), mean(sums._replace(grads=()))
 
-    def _local(self, plan: BucketPlan, state: TrainState, rows: Any) -> tuple[Wires, Any]:
-        _, pending = self._gather(state, rows)
+    def _local(self, plan: BucketPlan, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Wires, Any]:
+        _, pending = self._gather(state, pending, rows)
         tail = pending.sums._replace(grads=())
         sent, kept = self._buffers(pending.model_state)
         grads = _tree(plan, pending.sums.grads)
-        return add_tail(plan, pack(plan, grads), (tail, sent)), jax.tree.map(lambda x: x[None], kept)
+        return add_tail(plan, pack(plan, grads), (tail, sent)), _lifted(kept)
 
     def _buffers(self, model_state: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
         if not self.options.broadcast_buffers:
             return None, model_state
         # Replica 0's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        mine = self.group.member.index() == 0
+        mine = self.group.member.number() == 0
         return jax.tree.map(lambda x: jnp.where(mine, x, jnp.zeros_like(x)), model_state), None
 
     def _finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any) -> Any:
         buckets, (tail, buffers) = take_tail(plan, wires)
         means = mean(tail._replace(grads=unpack(plan, buckets)))
-        kept = jax.tree.map(lambda x: x[0], kept)
-        model_state = buffers if self.options.broadcast_buffers else kept
-        return self.use(state._replace(accumulated=None), Mean(means.grads, means.loss, means.aux, model_state))
+        model_state = buffers if self.options.broadcast_buffers else _lowered(kept)
+        return self.use(state, Mean(means.grads, means.loss, means.aux, model_state))
+
+
+def _start(state: TrainState) -> Pending:
+    """Nothing is pending yet."""
+    return Pending(None, state.model_state, jnp.zeros((), jnp.int32))
+
+
+# What a replica has for itself crosses a program's border with a first dim, along which the replicas' lie.
+
+
+def _lifted(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _lowered(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _tree(plan: BucketPlan, grads: Sequence[Array]) -> Any:

@@ -16,19 +16,19 @@ from fddp.member import EVERYWHERE, Member
 class Pieces(NamedTuple):
     """A step, per replica."""
 
-    local: Callable[[Any, Any], tuple[Wires, Any]]
-    """(state, rows) → what this replica sends, and what it keeps for itself."""
+    local: Callable[[Any, Any, Any], tuple[Wires, Any]]
+    """(state, pending, rows) → what this replica sends, and what it keeps for itself."""
     finish: Callable[[Any, Wires, Any], Any]
     """(state, what came back, what was kept) → the step's result, equal on all replicas."""
-    state_spec: Any
-    """Where the parts of the state live: specs of the tree or of its first levels."""
 
 
-# (member, pieces, donate) -> run(state, rows)
-Schedule = Callable[[Member, Pieces, bool], Callable[[Any, Any], Any]]
+# run(state, pending, rows): state is equal everywhere, pending and rows are each replica's own.
+Run = Callable[[Any, Any, Any], Any]
+# (member, pieces, donate) -> run; donate: whether the step may reuse the state's memory
+Schedule = Callable[[Member, Pieces, bool], Run]
 
 
-def fused(member: Member, pieces: Pieces, donate: bool) -> Callable[[Any, Any], Any]:
+def fused(member: Member, pieces: Pieces, donate: bool) -> Run:
     """One XLA program with an all-reduce per bucket in it; XLA's scheduler overlaps where it can (GPU, TPU).
 
     Args:
@@ -37,17 +37,17 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Callable[[Any, Any], 
       donate: whether the program may reuse the state's memory.
 
     Returns:
-      `run(state, rows)`, a jitted function.
+      The runner, a jitted function.
     """
 
-    def step(state: Any, rows: Any) -> Any:
-        wires, kept = pieces.local(state, rows)
+    def step(state: Any, pending: Any, rows: Any) -> Any:
+        wires, kept = pieces.local(state, pending, rows)
         return pieces.finish(state, jax.tree.map(member.psum, wires), kept)
 
-    return member.program(step, (pieces.state_spec, member.own), EVERYWHERE, donate=(0,) if donate else ())
+    return member.program(step, (EVERYWHERE, member.own, member.own), EVERYWHERE, donate=(0,) if donate else ())
 
 
-def after(member: Member, pieces: Pieces, donate: bool) -> Callable[[Any, Any], Any]:
+def after(member: Member, pieces: Pieces, donate: bool) -> Run:
     """The baseline: traffic starts when the backward is done, one program per all-reduce (paper, section 3.2.1).
 
     Args:
@@ -56,16 +56,15 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Callable[[Any, Any], 
       donate: whether the last program may reuse the state's memory.
 
     Returns:
-      `run(state, rows)`.
+      The runner.
     """
-    local = member.program(pieces.local, (pieces.state_spec, member.own), member.own)
-    reduce = member.program(member.psum, (member.own,), EVERYWHERE)
-    finish = member.program(
-        pieces.finish, (pieces.state_spec, EVERYWHERE, member.own), EVERYWHERE, donate=(0,) if donate else ()
-    )
+    own = member.own
+    local = member.program(pieces.local, (EVERYWHERE, own, own), own)
+    reduce = member.program(member.psum, (own,), EVERYWHERE)
+    finish = member.program(pieces.finish, (EVERYWHERE, EVERYWHERE, own), EVERYWHERE, donate=(0,) if donate else ())
 
-    def run(state: Any, rows: Any) -> Any:
-        wires, kept = jax.block_until_ready(local(state, rows))
+    def run(state: Any, pending: Any, rows: Any) -> Any:
+        wires, kept = jax.block_until_ready(local(state, pending, rows))
         return finish(state, jax.tree.map(reduce, wires), kept)
 
     return run

@@ -219,7 +219,7 @@ def value_and_grad(
     reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
-        state = TrainState(np.zeros((), np.int32), params, (), model_state, (), None, rng)
+        state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         return reducer.reduce(reducer.group.member.place(state, EVERYWHERE), batch)
 
     return f

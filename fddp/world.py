@@ -86,7 +86,7 @@ def _pick(launch: Launch) -> str:
 
 def _has_gpus() -> bool:
     """Looked up without starting JAX's backends, which must not run before jax.distributed."""
-    platforms = jax.config.jax_platforms or ""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     return plugins and Path("/dev/nvidiactl").exists() and (not platforms or "cuda" in platforms or "gpu" in platforms)
 

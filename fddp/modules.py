@@ -1,0 +1,127 @@
+"""Flax modules as pure losses, for both of Flax's APIs.
+
+In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone; what
+comes back takes parameters, buffers and random keys as arguments, which is the form `train_step` wants.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import flax.linen
+import jax
+from flax import nnx
+
+LossOf = Callable[[Any, Any], Any]
+
+
+class Linen(NamedTuple):
+    """A linen module's loss, and how to make its parameters."""
+
+    loss_fn: Callable[..., Any]
+    """For `train_step`: with `model_state=` where `init` gave one, `rng=` where the module draws random numbers."""
+    init: Callable[[Any, Any], tuple[Any, Any]]
+    """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without buffers."""
+
+
+class Nnx(NamedTuple):
+    """An nnx module's loss, parameters and buffers."""
+
+    loss_fn: Callable[..., Any]
+    """For `train_step`: with `model_state=` where there is one, with `rng=` where the module draws random numbers."""
+    params: Any
+    model_state: Any
+    """None for modules without buffers."""
+
+
+def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] = ("dropout",)) -> Linen:
+    """Makes a pure loss of a linen module.
+
+    Args:
+      module: the module.
+      loss: `loss(model, batch)` → loss or (loss, aux), where `model` is called as the bound module.
+      rngs: names of the random streams that the step's key is given to.
+
+    Returns:
+      `Linen(loss_fn, init)`.
+
+    Example:
+      >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
+      >>> linen = fddp.from_linen(nn.Dense(1), lambda model, batch: jnp.mean(model(batch) ** 2))
+      >>> batch = jnp.ones((8, 3))
+      >>> params, model_state = linen.init(jax.random.key(0), batch)
+      >>> step = fddp.train_step(linen.loss_fn, optax.sgd(0.1))
+      >>> state, info = step(step.init(params, model_state=model_state), batch)
+    """
+
+    def init(rng: Any, batch: Any) -> tuple[Any, Any]:
+        streams = dict(zip(("params", *rngs), jax.random.split(rng, 1 + len(rngs))))
+        variables = dict(flax.linen.init(loss, module)(streams, batch))
+        return variables.pop("params", {}), variables or None
+
+    def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        streams = {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)} if rng is not None else None
+        state = model_state or {}
+        run = flax.linen.apply(loss, module, mutable=list(state) or False)
+        value = run({"params": params, **state}, batch, rngs=streams)
+        return _with_state(*value) if state else value
+
+    return Linen(loss_fn, init)
+
+
+def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
+    """Makes a pure loss of an nnx module.
+
+    Args:
+      module: the module, with its values.
+      loss: `loss(model, batch)` → loss or (loss, aux), as for `nnx.value_and_grad`.
+
+    Returns:
+      `Nnx(loss_fn, params, model_state)`: plain trees of the `nnx.Param`s, and of all other variables but random
+      streams, which are made anew from the step's key.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> net = fddp.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch) ** 2))
+      >>> step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
+      >>> state, info = step(step.init(net.params, model_state=net.model_state), jnp.ones((8, 3)))
+    """
+    graphdef, params, streams, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    model_state = nnx.to_pure_dict(buffers) or None
+
+    def loss_fn(given: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        if rng is None and jax.tree.leaves(streams):
+            raise ValueError("the module draws random numbers (dropout, say): give step.init(params, rng=key).")
+        model = nnx.merge(graphdef, _filled(params, given), _reseeded(streams, rng), _filled(buffers, model_state))
+        value = loss(model, batch)
+        if model_state is None:
+            return value
+        *_, buffers_now = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        return _with_state(value, nnx.to_pure_dict(cast(nnx.State, buffers_now)))
+
+    return Nnx(loss_fn, nnx.to_pure_dict(params), model_state)
+
+
+def _with_state(value: Any, model_state: Any) -> Any:
+    """(loss, (model_state, aux)), whether the user's loss has aux or not."""
+    loss, aux = value if isinstance(value, tuple) else (value, None)
+    return loss, (model_state, aux)
+
+
+def _filled(state: Any, values: Any) -> Any:
+    """A copy of an nnx state that holds other values."""
+    if values is None:
+        return state
+    copy = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(copy, values)
+    return copy
+
+
+def _reseeded(streams: Any, rng: Any) -> Any:
+    """Random streams that begin at a step's key: keys folded with their number, counts at zero."""
+    leaves, treedef = jax.tree.flatten(streams)
+    fresh = [
+        jax.random.fold_in(rng, k) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.numpy.zeros_like(x)
+        for k, x in enumerate(leaves)
+    ]
+    return treedef.unflatten(fresh)
