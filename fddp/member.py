@@ -1,11 +1,12 @@
 """How one process takes part in a group: as devices of a mesh, or as a rank of MPI.
 
-A `Member` is five functions. Everything above is written once, per replica, against them: `program` turns a function
+A `Member` is a few functions. Everything above is written once, per replica, against them: `program` turns a function
 of one replica into a program that runs on all of them, and inside it `psum` adds over replicas and `number` says which
-one this is; `place` brings a process's own arrays to where programs take them; `gather` and `send` move bytes between
-the hosts themselves.
+one this is; `reduce` adds between programs; `place` brings a process's own arrays to where programs take them;
+`gather` and `send` move bytes between the hosts themselves.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,9 @@ from jaxtyping import UInt8
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
+
+ALIGNMENT = 64
+POLL_S = 2e-4
 
 # XLA would merge all buckets into one all-reduce (on CPU without any limit, on GPU up to 30 MiB), and before Hopper
 # its GPU scheduler overlaps nothing unless told to. Options of another platform are ignored.
@@ -35,12 +39,16 @@ class Member(NamedTuple):
     """Name of the mesh axis for collectives inside a loss; None where there is no mesh."""
     own: PartitionSpec
     """Spec of what every replica has for itself: concatenated over replicas along dim 0."""
-    program: Callable[..., Callable[..., Any]]
+    share: int
+    """Of how many replicas such an array holds the rows."""
+    program: Callable[..., jax.stages.Wrapped]
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
     psum: Callable[[jax.Array], jax.Array]
     """Sum over replicas, inside a program."""
     number: Callable[[], jax.Array]
     """The number of this replica, inside a program; int32."""
+    reduce: Callable[[jax.Array], jax.Array]
+    """Sum over replicas, between programs: of what each has for itself, flat; blocks the calling thread."""
     place: Callable[[Any, PartitionSpec], Any]
     """`place(tree, spec)`: this process's arrays (its own rows, for `own`) as arguments of a program."""
     gather: Callable[[Bytes], UInt8[np.ndarray, "processes n"]]
@@ -62,7 +70,7 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
     own = PartitionSpec(axis_name)
     hosts = Mesh(_first_devices(mesh), ("process",))
 
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Callable:
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
         spread = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(spread, donate_argnums=tuple(donate), compiler_options=COMPILER_OPTIONS)
@@ -80,24 +88,28 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
         rows = jax.make_array_from_process_local_data(NamedSharding(hosts, PartitionSpec("process")), mine[None])
-        total = jax.shard_map(
+        join = jax.shard_map(
             lambda x: jax.lax.psum(x[0], "process"),
             mesh=hosts,
             in_specs=PartitionSpec("process"),
             out_specs=EVERYWHERE,
         )
-        return np.asarray(jax.jit(total)(rows))
+        return np.asarray(jax.jit(join)(rows))
 
     def psum(x: jax.Array) -> jax.Array:
         # XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well.
         return jax.lax.psum(x, axis_name) if mesh.shape[axis_name] > 1 else x
 
+    total = program(psum, (own,), EVERYWHERE)
+
     return Member(
         axis_name=axis_name,
         own=own,
+        share=mesh.shape[axis_name],
         program=program,
         psum=psum,
         number=lambda: jax.lax.axis_index(axis_name),
+        reduce=lambda x: jax.block_until_ready(total(x)),
         place=place,
         gather=gather,
         send=send,
@@ -108,8 +120,8 @@ def mpi_member(comm: Any) -> Member:
     """A member that is one rank of an MPI communicator, with one device; traffic goes through mpi4jax.
 
     Args:
-      comm: an mpi4py communicator. It is cloned twice, so that the messages of compiled programs (mpi4jax), those of
-        the hosts (mpi4py) and the user's own never meet.
+      comm: an mpi4py communicator. It is cloned, so that the messages inside of programs (mpi4jax), those between
+        programs, those of the hosts and the user's own never meet.
 
     Returns:
       The member.
@@ -117,20 +129,29 @@ def mpi_member(comm: Any) -> Member:
     import mpi4jax
     from mpi4py import MPI
 
-    wire, hosts = comm.Clone(), comm.Clone()
+    wire, hosts, between = comm.Clone(), comm.Clone(), comm.Clone()
+    device = jax.local_devices()[0]
 
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Callable:
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         del in_specs, out_specs  # one device a process: equal everywhere and its own are the same array
         return jax.jit(f, donate_argnums=tuple(donate))
 
     def psum(x: jax.Array) -> jax.Array:
-        # MPI knows no 16-bit floats; a sum in float32 is also the more exact one.
-        sent = x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
-        return mpi4jax.allreduce(sent, op=MPI.SUM, comm=wire).astype(x.dtype)
+        return mpi4jax.allreduce(_mpi_word(x), op=MPI.SUM, comm=wire).astype(x.dtype)
+
+    def reduce(x: jax.Array) -> jax.Array:
+        # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked now and then,
+        # leaves it free. Bench: bench/overlap.py.
+        sent = np.asarray(_mpi_word(x))
+        received = _aligned_like(sent)
+        request = between.Iallreduce(sent, received, op=MPI.SUM)
+        while not request.Test():
+            time.sleep(POLL_S)
+        return jax.device_put(received, device).astype(x.dtype)
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         del spec
-        return jax.tree.map(lambda x: _placed(x, jax.sharding.SingleDeviceSharding(jax.local_devices()[0])), tree)
+        return jax.tree.map(lambda x: _placed(x, jax.sharding.SingleDeviceSharding(device)), tree)
 
     def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
         rows = np.empty((hosts.size, data.size), np.uint8)
@@ -145,13 +166,27 @@ def mpi_member(comm: Any) -> Member:
     return Member(
         axis_name=None,
         own=EVERYWHERE,
+        share=1,
         program=program,
         psum=psum,
         number=lambda: jnp.int32(comm.rank),
+        reduce=reduce,
         place=place,
         gather=gather,
         send=send,
     )
+
+
+def _mpi_word(x: jax.Array) -> jax.Array:
+    """MPI knows no 16-bit floats; a sum in float32 is also the more exact one."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+
+
+def _aligned_like(x: np.ndarray) -> np.ndarray:
+    """Memory that XLA can take over without a copy."""
+    room = np.empty(x.nbytes + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
 
 
 def _first_devices(mesh: Mesh) -> list[Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-SCHEDULES = ("auto", "fused", "after")
+SCHEDULES = ("auto", "fused", "staged", "after")
 ORDERS = ("ready", "reverse")
 
 
@@ -29,7 +29,7 @@ class Options:
     broadcast_buffers: bool = True
     """Whether the model state of rank 0 is every replica's at the next forward; else each keeps its own."""
     schedule: str = "auto"
-    """"fused": one program; "after": traffic when the backward is done; "auto" picks."""
+    """"fused": one program; "staged": cut where buckets become ready; "after": traffic last; "auto" picks."""
     donate: bool = True
     """Whether a step may reuse the memory of the state it is given, which is then gone."""
 

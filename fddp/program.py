@@ -11,10 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 # Equations that only wrap a list of others: their contents are part of the straight program.
 WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+COLLECTIVES = {
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
+}
 
 
 def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
@@ -73,7 +79,39 @@ def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
     Returns:
       An equal program without nested `jit`s. Loops, branches and rematerialised parts stay single equations.
     """
-    return jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+    eqns: list[JaxprEqn] = []
+    consts: dict[Var, Any] = {}
+
+    def write(inner: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        # Every name is made anew: JAX shares the body of a function that is called twice.
+        names: dict[Var, Any] = dict(zip(inner.jaxpr.invars, args))
+        for var, value in zip(inner.jaxpr.constvars, inner.consts):
+            names[var] = Var(var.aval)
+            consts[names[var]] = value
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else names[atom]
+
+        for eqn in inner.jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in WRAPPERS:
+                outputs = write(eqn.params[WRAPPERS[eqn.primitive.name]], inputs)
+            else:
+                outputs = [Var(var.aval) for var in eqn.outvars]
+                eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+            names.update(zip(eqn.outvars, outputs))
+        return [read(atom) for atom in inner.jaxpr.outvars]
+
+    outputs = write(closed, closed.jaxpr.invars)
+    old = closed.jaxpr
+    return ClosedJaxpr(
+        Jaxpr(list(consts), old.invars, outputs, eqns, old.effects, old.debug_info), list(consts.values())
+    )
+
+
+def collectives(closed: ClosedJaxpr) -> set[str]:
+    """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
+    return _collectives(closed.jaxpr)
 
 
 def differentiable(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -94,20 +132,11 @@ def merge(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence[Any])
     return [inside[i] if i in inside else next(rest) for i in range(len(trainable) + len(fixed))]
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
+def _collectives(jaxpr: Jaxpr) -> set[str]:
+    found: set[str] = set()
     for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in WRAPPERS:
-            inner = eqn.params[WRAPPERS[eqn.primitive.name]]
-            outputs = _run(inner.jaxpr, inner.consts, inputs)
-        else:
-            with eqn.ctx.manager:
-                made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = made if eqn.primitive.multiple_results else [made]
-        values.update(zip(eqn.outvars, outputs))
-    return [read(atom) for atom in jaxpr.outvars]
+        name = eqn.primitive.name
+        if name in COLLECTIVES or name.endswith("_mpi"):
+            found.add(name)
+        found = found.union(*(_collectives(inner) for inner in jaxprs_in_params(eqn.params)))
+    return found

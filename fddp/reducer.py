@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Float, Int
 
 from fddp.accumulate import accumulate
@@ -23,11 +24,11 @@ from fddp.member import EVERYWHERE
 from fddp.objective import Objective, Pending, Sums, contribute, mean, plus
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
-from fddp.program import differentiable, ready_order
+from fddp.program import collectives, differentiable, ready_order
 from fddp.replicas import described, verify
-from fddp.schedule import Pieces, Run, Schedule, after, fused
+from fddp.schedule import Pieces, Runner, Schedule, after, fused, staged
 
-SCHEDULES: dict[str, Schedule] = {"auto": fused, "fused": fused, "after": after}
+SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 
 
 class TrainState(NamedTuple):
@@ -72,14 +73,14 @@ class Reducer:
         self.group, self.options, self.use = group, options, use
         self.plan: BucketPlan | None = None
         self._objective = objective
-        self._run: Run | None = None
+        self._runner: Runner | None = None
         own = group.member.own
         self._hold = group.member.program(self._held, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,))
 
     def reduce(self, state: TrainState, batch: Any) -> Any:
         """Gradients of all replicas' rows, averaged, then `use`."""
         rows = self._rows(state, batch, "step")
-        return self.run(state._replace(accumulated=None), state.accumulated, rows)
+        return self.runner.run(state._replace(accumulated=None), state.accumulated, rows)
 
     def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
         """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
@@ -90,16 +91,16 @@ class Reducer:
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """The whole step as XLA gets it."""
         rows = self._rows(state, batch, "step")
-        if not isinstance(self.run, jax.stages.Wrapped):
-            raise ValueError(f"schedule {self.options.schedule!r} runs several programs; lower needs 'fused'.")
-        return self.run.lower(state._replace(accumulated=None), state.accumulated, rows)
+        if self.runner.lower is None:
+            raise ValueError("this step runs several programs; a step that can be lowered has schedule='fused'.")
+        return self.runner.lower(state._replace(accumulated=None), state.accumulated, rows)
 
     @property
-    def run(self) -> Run:
-        """The schedule's runner."""
-        if self._run is None:
+    def runner(self) -> Runner:
+        """What the schedule made of the step."""
+        if self._runner is None:
             raise ValueError("there is no program yet: the first batch settles it.")
-        return self._run
+        return self._runner
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
@@ -108,26 +109,29 @@ class Reducer:
 
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
         """Brings a batch to the replicas; the first one settles the plan."""
-        if self._run is None:
+        if self._runner is None:
             self._settle(state, batch, call)
         else:
             self._check(state, batch)
         return self.group.member.place(batch, self.group.member.own)
 
     def _settle(self, state: TrainState, batch: Any, call: str) -> None:
-        found: list[tuple[int, ...]] = []
+        found: list[tuple[tuple[int, ...], str]] = []
 
         def describe() -> Iterable[str]:
             self._check(state, batch)
-            found.append(self._order(state, batch))
-            return [f"call {call}", *described("batch", batch), *described("parameter", state.params)]
+            program = self._trace(state, batch)
+            found.append((self._order(state, program), self._schedule(program)))
+            lines = [*described("batch", batch), *described("parameter", state.params)]
+            return [f"call {call}", f"schedule {found[0][1]}", *lines]
 
-        verify(self.group, "batch", describe)
+        verify(self.group, "batch or loss", describe)
+        ((order, schedule),) = found
         # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP.
-        order = self.group.broadcast(np.asarray(found[0], np.int32))
+        order = self.group.broadcast(np.asarray(order, np.int32))
         self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
         pieces = Pieces(partial(self._local, plan), partial(self._finish, plan))
-        self._run = SCHEDULES[self.options.schedule](self.group.member, pieces, self.options.donate)
+        self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
 
     def _check(self, state: TrainState, batch: Any) -> None:
         leaves = jax.tree.leaves(batch)
@@ -160,8 +164,8 @@ class Reducer:
         """Micro-batches in this process's batch."""
         return self._replicas * self.options.accumulation_steps
 
-    def _order(self, state: TrainState, batch: Any) -> tuple[int, ...]:
-        """Traces one micro-batch of one replica: the loss is checked, and its gradients' order is found."""
+    def _trace(self, state: TrainState, batch: Any) -> ClosedJaxpr:
+        """The gradients of one micro-batch of one replica as a program; the loss is checked on the way."""
 
         def grads(state: TrainState, batch: Any) -> tuple[Array, ...]:
             part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
@@ -169,7 +173,7 @@ class Reducer:
 
         axis = self.group.axis_name
         try:
-            closed = jax.make_jaxpr(grads, axis_env=[(axis, self.group.size)] if axis else None)(state, batch)
+            return jax.make_jaxpr(grads, axis_env=[(axis, self.group.size)] if axis else None)(state, batch)
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
@@ -177,10 +181,25 @@ class Reducer:
             raise ValueError(
                 f"the loss has a collective over an {error}; {self.group.backend!r} has {there}."
             ) from None
+
+    def _order(self, state: TrainState, program: ClosedJaxpr) -> tuple[int, ...]:
         chosen = differentiable(jax.tree.leaves(state.params))
         if self.options.order == "reverse":
             return chosen[::-1]
-        return tuple(chosen[k] for k in ready_order(closed, len(chosen)))
+        return tuple(chosen[k] for k in ready_order(program, len(chosen)))
+
+    def _schedule(self, program: ClosedJaxpr) -> str:
+        """Which schedule to run: the one asked for, or the one that overlaps here."""
+        own = collectives(program)
+        if self.options.schedule == "staged" and own:
+            raise ValueError(
+                f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
+                "another thread sends would differ between ranks; use schedule='fused'."
+            )
+        if self.options.schedule != "auto":
+            return self.options.schedule
+        cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
+        return "staged" if cpu_hosts and not own else "fused"
 
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""

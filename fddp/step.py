@@ -22,6 +22,7 @@ from fddp.plan import BucketPlan
 from fddp.program import differentiable
 from fddp.reducer import Mean, Reducer, TrainState
 from fddp.replicas import described, equal_start, verify
+from fddp.timeline import Timeline
 from fddp.world import init
 
 
@@ -95,6 +96,17 @@ class TrainStep:
         """
         state, means = self._reducer.hold(state, batch)
         return state, StepInfo(means.loss, means.aux)
+
+    def timeline(self) -> Timeline:
+        """When the last step computed and communicated.
+
+        Raises:
+          ValueError: the step is one program (schedule "fused"), inside which only a profiler can see.
+        """
+        timeline = self._reducer.runner.timeline
+        if timeline is None:
+            raise ValueError("a fused step is one program; a step with a timeline has schedule 'staged' or 'after'.")
+        return timeline()
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the fused step, as `jax.jit(f).lower` does, for a look at what XLA makes of it."""
