@@ -1,0 +1,121 @@
+"""Two hosts on one machine: network namespaces joined by a wire of a chosen rate, one core each.
+
+Traffic on loopback is limited by the CPU; here it is limited by the wire, so that overlap can be seen and measured on
+two cores. Needs root and iproute2.
+
+    python bench/two_hosts.py --rate 1gbit -- python models/train.py gpt     # MPI, one rank on each host
+    python bench/two_hosts.py --gloo -- python models/train.py gpt          # FDDP_* variables, Gloo
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+NAMES = ("fddp-a", "fddp-b")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 47011
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="rate of the wire, as tc writes it (default: 1gbit)")
+    parser.add_argument("--gloo", action="store_true", help="start the command with FDDP_* variables, not with mpiexec")
+    parser.add_argument("command", nargs="+", help="the command to run on both hosts")
+    args = parser.parse_args()
+    with two_hosts(args.rate):
+        start = start_gloo if args.gloo else start_mpi
+        sys.exit(max(process.wait() for process in start(args.command, {})))
+
+
+@contextmanager
+def two_hosts(rate: str) -> Iterator[None]:
+    """Sets the two hosts up, and takes them down whatever happens.
+
+    Args:
+      rate: of the wire in each direction, as tc writes it: "1gbit".
+
+    Raises:
+      RuntimeError: not root, or no iproute2.
+    """
+    if os.geteuid() != 0:
+        raise RuntimeError("two hosts need network namespaces, and these need root; run as root.")
+    missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
+    if missing:
+        raise RuntimeError(f"two hosts need {', '.join(missing)}: install iproute2 (and util-linux).")
+    _take_down()
+    try:
+        _set_up(rate)
+        yield
+    finally:
+        _take_down()
+
+
+def start_gloo(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:
+    """Starts a command on each host, as rank 0 and 1 by FDDP_* variables."""
+    world = {"FDDP_SIZE": "2", "FDDP_COORDINATOR": f"{ADDRESSES[0]}:{PORT}", "NPROC": "2"}
+    return [
+        subprocess.Popen(
+            [*_enter(rank), *command], env={**os.environ, **world, "FDDP_RANK": str(rank), **env}
+        )
+        for rank in range(2)
+    ]
+
+
+def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:
+    """Starts a command on each host, as rank 0 and 1 of MPI over TCP."""
+    launcher = Path(tempfile.mkdtemp(prefix="fddp-")) / "enter"
+    cases = "\n".join(f"{address}) exec {' '.join(_enter(k))} sh -c \"$*\" ;;" for k, address in enumerate(ADDRESSES))
+    # Called as ssh is: options, host, command.
+    launcher.write_text(
+        f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
+    )
+    launcher.chmod(0o755)
+    over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "NPROC": "2"}
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    hosts = ["-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", ",".join(ADDRESSES), "-ppn", "1", "-n", "2"]
+    # mpiexec lives on the first host: the second reaches it over the wire.
+    inside = ["ip", "netns", "exec", NAMES[0], str(mpiexec), *hosts, *command]
+    return [subprocess.Popen(inside, env={**os.environ, **over_tcp, **env})]
+
+
+def _enter(rank: int) -> list[str]:
+    return ["ip", "netns", "exec", NAMES[rank], "taskset", "-c", str(rank)]
+
+
+def _set_up(rate: str) -> None:
+    for name, address in zip(NAMES, ADDRESSES):
+        _ip("netns", "add", name)
+        # A host that asks for its own name must find its end of the wire.
+        hosts = Path("/etc/netns") / name / "hosts"
+        hosts.parent.mkdir(parents=True, exist_ok=True)
+        hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+    _ip("link", "add", "wire", "netns", NAMES[0], "type", "veth", "peer", "name", "wire", "netns", NAMES[1])
+    for name, address in zip(NAMES, ADDRESSES):
+        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+        _ip("-n", name, "link", "set", "wire", "up")
+        _ip("-n", name, "link", "set", "lo", "up")
+        shape = ["tc", "qdisc", "add", "dev", "wire", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        subprocess.run(["ip", "netns", "exec", name, *shape], check=True)
+
+
+def _take_down() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    for name in NAMES:
+        if name in listed:
+            _ip("netns", "del", name)
+        shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+if __name__ == "__main__":
+    main()
