@@ -61,9 +61,7 @@ def start_gloo(command: Sequence[str], env: Mapping[str, str]) -> list[subproces
     """Starts a command on each host, as rank 0 and 1 by FDDP_* variables."""
     world = {"FDDP_SIZE": "2", "FDDP_COORDINATOR": f"{ADDRESSES[0]}:{PORT}", "NPROC": "2"}
     return [
-        subprocess.Popen(
-            [*_enter(rank), *command], env={**os.environ, **world, "FDDP_RANK": str(rank), **env}
-        )
+        subprocess.Popen([*_enter(rank), *command], env={**os.environ, **world, "FDDP_RANK": str(rank), **env})
         for rank in range(2)
     ]
 
@@ -71,7 +69,7 @@ def start_gloo(command: Sequence[str], env: Mapping[str, str]) -> list[subproces
 def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:
     """Starts a command on each host, as rank 0 and 1 of MPI over TCP."""
     launcher = Path(tempfile.mkdtemp(prefix="fddp-")) / "enter"
-    cases = "\n".join(f"{address}) exec {' '.join(_enter(k))} sh -c \"$*\" ;;" for k, address in enumerate(ADDRESSES))
+    cases = "\n".join(f'{address}) exec {" ".join(_enter(k))} sh -c "$*" ;;' for k, address in enumerate(ADDRESSES))
     # Called as ssh is: options, host, command.
     launcher.write_text(
         f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'

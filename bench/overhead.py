@@ -1,0 +1,87 @@
+"""What does fddp cost on one replica? A step against the same step written by hand, in one run.
+
+python bench/overhead.py [--quick]
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import fddp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.record import interleave, ratio, save, summary
+from models import gpt, resnet
+
+PROBLEMS = {"gpt-tiny": (gpt, "tiny", 16), "resnet18": (resnet, "18", 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
+    quick = parser.parse_args().quick
+    results = {name: measure(*problem, rounds=5 if quick else 60) for name, problem in PROBLEMS.items()}
+    for name, result in results.items():
+        time, memory = result["fddp / by hand"], result["extra_memory_in_gradients"]
+        print(f"{name}: {time['median']:.3f} of the hand-written step's time", end=" ")
+        print(f"({time['quartile_1']:.3f} … {time['quartile_3']:.3f}), {memory:+.2f} copies of the gradients")
+    if not quick:
+        print(save("overhead", results))
+
+
+def measure(module: Any, preset: str, rows: int, *, rounds: int) -> dict[str, Any]:
+    """Times both steps in turn, and compares what XLA says of their memory."""
+    model = module.PRESETS[preset]
+    batch = module.batch(model, rows)
+    params, model_state = module.init(model, jax.random.key(0), batch)
+    loss_fn, optimizer = module.loss_fn(model), optax.adamw(1e-3)
+
+    by_hand = jax.jit(hand_written(loss_fn, optimizer), donate_argnums=0)
+    mine = jax.tree.map(jnp.copy, (params, optimizer.init(params), model_state))
+    step = fddp.train_step(loss_fn, optimizer, has_aux=True)
+    state = step.init(params, model_state=model_state)
+
+    memory = [f.compile().memory_analysis() for f in (by_hand.lower(mine, batch), step.lower(state, batch))]
+    extra = sum((1, -1)[k == 0] * (m.temp_size_in_bytes + m.output_size_in_bytes) for k, m in enumerate(memory))
+
+    def run_by_hand() -> Any:
+        nonlocal mine
+        mine, told = by_hand(mine, batch)
+        return mine, told
+
+    def run_fddp() -> Any:
+        nonlocal state
+        state, told = step(state, batch)
+        return state, told
+
+    seconds = interleave({"by hand": run_by_hand, "fddp": run_fddp}, rounds=rounds)
+    return {
+        **{name: summary(values) for name, values in seconds.items()},
+        "fddp / by hand": ratio(seconds["fddp"], seconds["by hand"]),
+        "extra_memory_in_gradients": extra / sum(x.nbytes for x in jax.tree.leaves(params)),
+    }
+
+
+def hand_written(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """The step of a local script."""
+
+    def step(mine: Any, batch: Any) -> Any:
+        params, opt_state, model_state = mine
+        buffers = {} if model_state is None else {"model_state": model_state}
+        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, **buffers)
+        if model_state is not None:
+            model_state, aux = aux
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state), (loss, aux)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Measured side by side, and written down with where it was measured.
+
+Machines are shared and noisy: what is compared runs interleaved in one process, and a ratio is the median over rounds
+of the ratios within a round.
+"""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+import optax
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], Any]], *, rounds: int, warm_up: int = 2, pause: Callable[[], Any] = lambda: None
+) -> dict[str, np.ndarray]:
+    """Times several functions in turn.
+
+    Args:
+      runs: functions by name; what they return is waited for.
+      rounds: how often each is timed.
+      warm_up: rounds before the first that counts.
+      pause: called before each run, a barrier between ranks say.
+
+    Returns:
+      Seconds of each round, by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(warm_up + rounds):
+        for name, run in runs.items():
+            pause()
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
+def summary(seconds: np.ndarray) -> dict[str, float]:
+    """Median and quartiles, in milliseconds."""
+    low, middle, high = 1e3 * np.percentile(seconds, (25, 50, 75))
+    return {"median_ms": round(middle, 3), "quartile_1_ms": round(low, 3), "quartile_3_ms": round(high, 3)}
+
+
+def ratio(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """How much longer a took than b: median and quartiles of the ratios within a round."""
+    low, middle, high = np.percentile(a / b, (25, 50, 75))
+    return {"median": round(middle, 4), "quartile_1": round(low, 4), "quartile_3": round(high, 4)}
+
+
+def save(name: str, results: Any) -> Path:
+    """Writes results with their provenance.
+
+    Args:
+      name: of the file, without ending.
+      results: what JSON can hold.
+
+    Returns:
+      Where they are.
+    """
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
+    return path
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, versions, machine and date."""
+    root = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "commit": commit.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
+        "python": platform.python_version(),
+        "devices": sorted({device.device_kind for device in jax.local_devices()}),
+        "processor": model[0] if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
