@@ -89,19 +89,20 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
     Args:
       plan: the plan of the buckets.
       buckets: one flat array per bucket.
-      tail: a tree of float or integer arrays.
+      tail: a tree of arrays of any numeric dtype.
 
     Returns:
       What is sent: as many flat arrays as there are buckets, one more if the tail travels alone.
     """
     leaves, treedef = jax.tree.flatten(tail)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    words = [_to_floats(x, _tail_dtype(plan)) for x in leaves]
-    if plan.tail_rides:
+    dtype = _tail_dtype(shapes)
+    words = [_to_floats(x, dtype) for x in leaves]
+    if _rides(plan, dtype):
         *others, last = buckets
         arrays = (*others, _joined([last, *words], last.dtype))
     else:
-        arrays = (*buckets, _joined(words, _tail_dtype(plan)))
+        arrays = (*buckets, _joined(words, dtype))
     return Wires(arrays, (shapes, treedef))
 
 
@@ -116,12 +117,12 @@ def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
       The buckets and the tail.
     """
     shapes, treedef = wires.tail
-    sizes = [math.prod(x.shape) * _words(x) for x in shapes]
+    sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
     *others, last = wires.arrays
     bucket, words = jax.lax.split(last, [last.size - sum(sizes), sum(sizes)])
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
-    return ((*others, bucket) if plan.tail_rides else tuple(others)), tail
+    return ((*others, bucket) if _rides(plan, _tail_dtype(shapes)) else tuple(others)), tail
 
 
 def _joined(pieces: list[Array], dtype: np.dtype) -> Array:
@@ -135,30 +136,38 @@ def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:
     return value
 
 
-def _tail_dtype(plan: BucketPlan) -> np.dtype:
-    """The real dtype in which the tail is laid out: that of the last bucket, or float32."""
-    return np.dtype(jnp.finfo(plan.buckets[-1].dtype).dtype if plan.tail_rides else np.float32)
+def _tail_dtype(shapes: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
+    """The real dtype that holds every number of a tail."""
+    floats = [jnp.finfo(x.dtype).dtype for x in shapes if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return np.dtype(jnp.result_type(np.float32, *floats))
 
 
-# An integer of 32 bits does not fit a float32, its two halves do: each 16-bit word travels as one float, exactly.
+def _rides(plan: BucketPlan, dtype: np.dtype) -> bool:
+    return plan.tail_rides and jnp.finfo(plan.buckets[-1].dtype).bits >= jnp.finfo(dtype).bits
+
+
+# What does not fit one float exactly travels as several: an integer as its 16-bit words, a complex number as its parts.
+
+
+def _words(dtype: np.dtype) -> int:
+    """How many floats one element takes."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 2
+    return max(1, dtype.itemsize // 2) if jnp.issubdtype(dtype, jnp.integer) else 1
 
 
 def _to_floats(x: Array, dtype: np.dtype) -> Float[Array, " n"]:
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x.reshape(-1).astype(dtype)
-    if _words(x) > 1:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
+    elif _words(x.dtype) > 1:
         x = jax.lax.bitcast_convert_type(x, jnp.uint16)
     return x.reshape(-1).astype(dtype)
 
 
-def _from_floats(words: Float[Array, " n"], like: Any) -> Array:
-    if _words(like) > 1:
-        words = words.astype(jnp.uint16).reshape(*like.shape, _words(like))
-        return jax.lax.bitcast_convert_type(words, like.dtype)
-    return words.astype(like.dtype).reshape(like.shape)
-
-
-def _words(like: Any) -> int:
-    """How many floats one element takes in the tail."""
-    return like.dtype.itemsize // 2 if jnp.issubdtype(like.dtype, jnp.integer) and like.dtype.itemsize > 2 else 1
+def _from_floats(words: Float[Array, " n"], like: jax.ShapeDtypeStruct) -> Array:
+    if _words(like.dtype) == 1:
+        return words.astype(like.dtype).reshape(like.shape)
+    words = words.reshape(*like.shape, _words(like.dtype))
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        return jax.lax.complex(words[..., 0], words[..., 1]).astype(like.dtype)
+    return jax.lax.bitcast_convert_type(words.astype(jnp.uint16), like.dtype)

@@ -110,7 +110,7 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         rank=_integer(env, "SLURM_PROCID"),
         size=_integer(env, "SLURM_STEP_NUM_TASKS"),
         local_rank=_integer(env, "SLURM_LOCALID"),
-        coordinator=f"{_first_host(env['SLURM_STEP_NODELIST'])}:{port}",
+        coordinator=f"{_first_host(_text(env, 'SLURM_STEP_NODELIST'))}:{port}",
     )
 
 
@@ -123,9 +123,14 @@ def _first_host(nodes: str) -> str:
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
+    text = _text(env, name)
     try:
-        return int(env[name])
-    except KeyError:
-        raise ValueError(f"{name} is not set, though the launcher's other variables are.") from None
+        return int(text)
     except ValueError:
-        raise ValueError(f"{name} must be a whole number, got {env[name]!r}.") from None
+        raise ValueError(f"{name} must be a whole number, got {text!r}.") from None
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if name not in env:
+        raise ValueError(f"{name} is not set, though the launcher's other variables are.")
+    return env[name]

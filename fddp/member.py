@@ -79,22 +79,19 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: _placed(x, sharding), tree)
 
+    row = PartitionSpec("process")
+    copy = jax.jit(lambda rows: rows, out_shardings=NamedSharding(hosts, EVERYWHERE))
+    join = jax.jit(
+        jax.shard_map(lambda rows: jax.lax.psum(rows[0], "process"), mesh=hosts, in_specs=row, out_specs=EVERYWHERE)
+    )
+
     def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
-        rows = jax.make_array_from_process_local_data(NamedSharding(hosts, PartitionSpec("process")), data[None])
-        copy = jax.jit(lambda x: x, out_shardings=NamedSharding(hosts, EVERYWHERE))
-        return np.asarray(copy(rows))
+        return np.asarray(copy(jax.make_array_from_process_local_data(NamedSharding(hosts, row), data[None])))
 
     def send(data: Bytes, root: int) -> Bytes:
         # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
-        rows = jax.make_array_from_process_local_data(NamedSharding(hosts, PartitionSpec("process")), mine[None])
-        join = jax.shard_map(
-            lambda x: jax.lax.psum(x[0], "process"),
-            mesh=hosts,
-            in_specs=PartitionSpec("process"),
-            out_specs=EVERYWHERE,
-        )
-        return np.asarray(jax.jit(join)(rows))
+        return np.asarray(join(jax.make_array_from_process_local_data(NamedSharding(hosts, row), mine[None])))
 
     def psum(x: jax.Array) -> jax.Array:
         # XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well.

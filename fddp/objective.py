@@ -54,18 +54,12 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
 
     def objective(params: Any, model_state: Any, rng: Any, batch: Any) -> tuple[Array, tuple[Array, Array, Any, Any]]:
         extra = {"model_state": model_state, "rng": rng}
-        given = {name: value for name, value in extra.items() if value is not None}
-        value, aux = loss_fn(params, batch, **given), None
+        value, aux = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None}), None
         if has_aux or model_state is not None:
             value, aux = _pair(value, "(loss, (model_state, aux))" if model_state is not None else "(loss, aux)")
         if model_state is not None:
-            was = jax.tree.structure(model_state)
-            model_state, aux = _pair(aux, "(loss, (model_state, aux))")
-            if jax.tree.structure(model_state) != was:
-                raise ValueError(
-                    f"the loss must return a model_state of the structure it was given, {was}, "
-                    f"got {jax.tree.structure(model_state)}."
-                )
+            given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
+            _check_alike(given, model_state)
         loss = _exact(_scalar(value))
         weight = jnp.ones((), loss.dtype)
         return weight * loss, (weight, loss, model_state, _floats(aux))
@@ -114,10 +108,26 @@ def _pair(value: Any, form: str) -> tuple[Any, Any]:
     return value
 
 
+def _check_alike(given: Any, returned: Any) -> None:
+    if jax.tree.structure(returned) != jax.tree.structure(given):
+        raise ValueError(
+            f"the loss must return a model_state of the structure it was given, {jax.tree.structure(given)}, "
+            f"got {jax.tree.structure(returned)}."
+        )
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(returned)):
+        if _shown(old) != _shown(new):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"the loss must return model_state{name} as it was given, {_shown(old)}, got {_shown(new)}."
+            )
+
+
 def _scalar(value: Any) -> Array:
     if isinstance(value, tuple):
         raise TypeError(f"the loss must return one number, got a tuple {_shown(value)}; metrics need has_aux=True.")
-    if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"the loss must be an array computed from params, got {_shown(value)}.")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"the loss must be a float, got {_shown(value)}.")
     if value.shape != ():
         raise ValueError(f"the loss must be a scalar, got {_shown(value)}; take its mean over the rows.")

@@ -9,6 +9,7 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; `compute_buck
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,7 +107,7 @@ def make_plan(
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
 ) -> BucketPlan:
-    """Assigns the leaves of a tree to buckets, as PyTorch's `compute_bucket_assignment_by_size` does.
+    """Assigns the leaves of a tree to buckets, by the rule of PyTorch's `compute_bucket_assignment_by_size`.
 
     Leaves are taken in `order`; each dtype fills a bucket of its own, which is closed as soon as its bytes reach the
     cap. A leaf is never split, so a bucket exceeds its cap by less than one leaf. The first bucket's cap is small, so
@@ -126,7 +127,7 @@ def make_plan(
 
     Raises:
       ValueError: a cap is negative or NaN, or `order` is not a selection of the leaves' indices.
-      TypeError: a leaf has no shape and dtype.
+      TypeError: a leaf is no array, or an index in `order` no whole number.
 
     Example:
       >>> import numpy as np
@@ -140,24 +141,23 @@ def make_plan(
         "last_bucket_mb": last_bucket_mb,
     }
     for name, cap in caps.items():
-        if not cap >= 0:  # NaN compares false
-            raise ValueError(f"{name} must be 0 or more MiB, got {cap}.")
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:  # NaN compares false
+            raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = tuple(_leaf(path, value) for path, value in paths)
-    order = tuple(reversed(range(len(leaves)))) if order is None else tuple(int(i) for i in order)
+    order = tuple(reversed(range(len(leaves)))) if order is None else tuple(operator.index(i) for i in order)
     if len(set(order)) != len(order) or not all(0 <= i < len(leaves) for i in order):
         raise ValueError(
             f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, got {list(order)}."
         )
     cap = bucket_cap_mb * MiB
     groups = _fill(leaves, order, first=min(first_bucket_mb * MiB, cap), cap=cap)
-    groups = _shorten_last(leaves, groups, cap=min(last_bucket_mb * MiB, cap))
+    groups = _by_readiness(_shorten_last(leaves, groups, cap=min(last_bucket_mb * MiB, cap)), order)
     return BucketPlan(leaves, tuple(_bucket(leaves, group) for group in groups), treedef)
 
 
 def _fill(leaves: Sequence[Leaf], order: Sequence[int], *, first: float, cap: float) -> list[list[int]]:
-    """Walks the order; a bucket is launched when the last of its leaves is ready."""
-    position = {leaf: at for at, leaf in enumerate(order)}
+    """Walks the order, with one open bucket for each dtype."""
     filling: dict[np.dtype, list[int]] = {}
     closed: list[list[int]] = []
     for i in order:
@@ -165,7 +165,13 @@ def _fill(leaves: Sequence[Leaf], order: Sequence[int], *, first: float, cap: fl
         bucket.append(i)
         if sum(leaves[j].nbytes for j in bucket) >= (cap if closed else first):
             closed.append(filling.pop(leaves[i].dtype))
-    return sorted([*closed, *filling.values()], key=lambda bucket: position[bucket[-1]])
+    return _by_readiness([*closed, *filling.values()], order)
+
+
+def _by_readiness(groups: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
+    """A bucket is launched when the last of its leaves is ready."""
+    position = {leaf: at for at, leaf in enumerate(order)}
+    return sorted(groups, key=lambda bucket: position[bucket[-1]])
 
 
 def _shorten_last(leaves: Sequence[Leaf], groups: list[list[int]], *, cap: float) -> list[list[int]]:

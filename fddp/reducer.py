@@ -6,6 +6,7 @@ the plan, the plan the pieces of a schedule. From then on a call is one run.
 Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,7 +76,9 @@ class Reducer:
         self._objective = objective
         self._runner: Runner | None = None
         own = group.member.own
-        self._hold = group.member.program(self._held, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,))
+        self._hold = group.member.program(
+            self._held, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
+        )
 
     def reduce(self, state: TrainState, batch: Any) -> Any:
         """Gradients of all replicas' rows, averaged, then `use`."""
@@ -102,6 +105,12 @@ class Reducer:
             raise ValueError("there is no program yet: the first batch settles it.")
         return self._runner
 
+    def expect(self, params: Any) -> None:
+        """Prepares for parameters of this form; what was settled for another form is forgotten."""
+        guess = self.provisional_plan(params)
+        if self.plan is None or (self.plan.leaves, self.plan.treedef) != (guess.leaves, guess.treedef):
+            self.plan, self._runner = guess, None
+
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
         chosen = differentiable(jax.tree.leaves(params))
@@ -109,6 +118,7 @@ class Reducer:
 
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
         """Brings a batch to the replicas; the first one settles the plan."""
+        refuse_tracers((state.params, batch))
         if self._runner is None:
             self._settle(state, batch, call)
         else:
@@ -135,11 +145,6 @@ class Reducer:
 
     def _check(self, state: TrainState, batch: Any) -> None:
         leaves = jax.tree.leaves(batch)
-        if any(isinstance(x, Tracer) for x in (state.step, *leaves)):
-            raise TypeError(
-                "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
-                "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
-            )
         if not leaves:
             raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
         counts = {np.shape(x)[:1] for x in leaves}
@@ -175,11 +180,12 @@ class Reducer:
         try:
             return jax.make_jaxpr(grads, axis_env=[(axis, self.group.size)] if axis else None)(state, batch)
         except NameError as error:
-            if "unbound axis name" not in str(error):
+            unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
+            if unbound is None:
                 raise
-            there = f"the axis {axis!r}" if axis else "no mesh axis: use backend 'gloo' or 'nccl'"
+            there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
             raise ValueError(
-                f"the loss has a collective over an {error}; {self.group.backend!r} has {there}."
+                f"the loss has a collective over the axis {unbound[1]!r}; backend {self.group.backend!r} has {there}."
             ) from None
 
     def _order(self, state: TrainState, program: ClosedJaxpr) -> tuple[int, ...]:
@@ -239,6 +245,15 @@ class Reducer:
         means = mean(tail._replace(grads=unpack(plan, buckets)))
         model_state = buffers if self.options.broadcast_buffers else _lowered(kept)
         return self.use(state, Mean(means.grads, means.loss, means.aux, model_state))
+
+
+def refuse_tracers(tree: Any) -> None:
+    """Says that a step cannot be part of another program."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
+            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
+        )
 
 
 def _start(state: TrainState) -> Pending:

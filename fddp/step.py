@@ -20,7 +20,7 @@ from fddp.objective import make_objective
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
-from fddp.reducer import Mean, Reducer, TrainState
+from fddp.reducer import Mean, Reducer, TrainState, refuse_tracers
 from fddp.replicas import described, equal_start, verify
 from fddp.timeline import Timeline
 from fddp.world import init
@@ -63,7 +63,7 @@ class TrainStep:
             (EVERYWHERE,),
             EVERYWHERE,
         )
-        self._reducer.plan = self._reducer.plan or self._reducer.provisional_plan(params)
+        self._reducer.expect(params)
         number = group.member.place(np.zeros((), np.int32), EVERYWHERE)
         return TrainState(number, params, make(params), model_state, (), None, rng)
 
@@ -109,7 +109,18 @@ class TrainStep:
         return timeline()
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """Lowers the fused step, as `jax.jit(f).lower` does, for a look at what XLA makes of it."""
+        """Lowers the step, as `jax.jit(f).lower` does, for a look at what XLA makes of it.
+
+        Args:
+          state: as for a step.
+          batch: as for a step.
+
+        Returns:
+          The lowered program; `.compile().as_text()` is what runs.
+
+        Raises:
+          ValueError: the schedule runs several programs.
+        """
         return self._reducer.lower(state, batch)
 
     @property
@@ -231,6 +242,7 @@ def value_and_grad(
     reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        refuse_tracers((params, batch))
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         return reducer.reduce(reducer.group.member.place(state, EVERYWHERE), batch)
 
@@ -241,6 +253,9 @@ def _check_params(params: Any) -> None:
     leaves = jax.tree.leaves(params)
     if not leaves:
         raise ValueError(f"params holds no arrays: got {params!r}.")
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
+            raise TypeError(f"params{jax.tree_util.keystr(path)} must be an array, got {type(x).__name__} {x!r}.")
     if not differentiable(leaves):
         raise ValueError(
             f"params holds no float arrays, so there is nothing to train: got {'; '.join(described('', params))}."

@@ -1,0 +1,178 @@
+"""How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX, and PyTorch DDP.
+
+    sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take turns,
+one step each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own: give the
+path of its python.
+
+  T_bound    the earliest end that stages and all-reduces allow: stages measured alone, all-reduces measured in "after"
+  E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
+  exposed    (T - T_alone) / T_traffic, T_traffic the sum of the all-reduces when nothing else runs
+"""
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.record import RESULTS, save
+from bench.two_hosts import start_gloo, start_mpi, two_hosts
+from fddp.timeline import Span, Timeline
+
+CAPS_MB = {"mlp": 4.0, "resnet18": 4.0, "gpt": 4.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
+    parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    args = parser.parse_args()
+    rounds = 3 if args.quick else args.rounds
+    results = {name: measure(name, args.rate, rounds, args.torch) for name in args.problems}
+    for name, result in results.items():
+        print(f"\n{name}\n{table(result)}")
+    if not args.quick:
+        print(save("overlap", {name: {k: v for k, v in r.items() if k != "spans"} for name, r in results.items()}))
+        print(picture(results))
+
+
+def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, Any]:
+    """Starts all ways of a problem on two hosts and lets them take turns."""
+    with two_hosts(rate), tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
+        control = str(Path(folder) / "control")
+        door.bind(control)
+        door.listen()
+        door.settimeout(300)
+        env = {"PYTHONPATH": str(ROOT)}
+        worker = [sys.executable, str(ROOT / "bench" / "overlap_worker.py")]
+        cap = str(CAPS_MB[name])
+        jobs = [
+            *start_gloo([*worker, "gloo", control, name, cap], env),
+            *start_mpi([*worker, "mpi", control, name, cap], env),
+        ]
+        if torch:
+            jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
+        try:
+            return _rounds([door.accept()[0] for _ in range(6 if torch else 4)], rounds)
+        finally:
+            for job in jobs:
+                job.terminate()
+                job.wait(20)
+
+
+def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
+    talks = [line.makefile("rw") for line in lines]
+    ranks: dict[str, list[Any]] = {}
+    ways: dict[str, list[str]] = {}
+    for talk in talks:
+        hello = json.loads(talk.readline())
+        ranks.setdefault(hello["job"], []).append(talk)
+        ways[hello["job"]] = hello["ways"]
+    seconds: dict[str, list[float]] = {way: [] for names in ways.values() for way in names}
+    spans: dict[str, list[Timeline]] = {way: [] for way in seconds}
+    for turn in range(-3, rounds):
+        for job, names in ways.items():
+            for way in names:
+                for talk in ranks[job]:
+                    talk.write(json.dumps([way, 1]) + "\n")
+                    talk.flush()
+                told = [json.loads(talk.readline()) for talk in ranks[job]]
+                if turn >= 0:  # the first rounds compile and warm up
+                    seconds[way].append(max(one["seconds"][0] for one in told))
+                    spans[way].append(Timeline(tuple(Span(**span) for span in told[0]["timelines"][0])))
+    return evaluate({way: np.array(values) for way, values in seconds.items()}, spans)
+
+
+def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[Timeline]]) -> dict[str, Any]:
+    """Medians, bounds, efficiencies and exposed shares."""
+    times = {way: float(np.median(values)) for way, values in seconds.items()}
+    result: dict[str, Any] = {
+        "step_ms": {way: [round(1e3 * q, 1) for q in np.percentile(s, (25, 50, 75))] for way, s in seconds.items()},
+        "spans": {way: sorted(lines, key=lambda line: line.seconds)[len(lines) // 2] for way, lines in spans.items()},
+    }
+    for wire in ("Gloo", "MPI"):
+        staged, after, alone = (f"fddp staged ({wire})", f"fddp after ({wire})", f"alone, staged ({wire})")
+        stages = _medians(spans[alone], "compute")
+        sends = _medians(spans[after], "communication")
+        update = max(0.0, times[alone] - sum(stages))
+        bound = Timeline(
+            (
+                *(Span("compute", "", 0, s) for s in [*stages, update]),
+                *(Span("communication", "", 0, s) for s in sends),
+            )
+        ).bound()
+        result[wire] = {
+            "alone_ms": 1e3 * times[alone],
+            "traffic_ms": 1e3 * sum(sends),
+            "bound_ms": 1e3 * bound,
+            "efficiency": (times[after] - times[staged]) / (times[after] - bound),
+            "exposed": (times[staged] - times[alone]) / sum(sends),
+        }
+    if "PyTorch, alone" in times:
+        ddp = min((way for way in times if way.startswith("PyTorch DDP")), key=times.__getitem__)
+        traffic = result["Gloo"]["traffic_ms"] / 1e3  # the same bytes on the same wire
+        result[ddp] = {"exposed": (times[ddp] - times["PyTorch, alone"]) / traffic}
+    return result
+
+
+def _medians(lines: Sequence[Timeline], kind: str) -> list[float]:
+    rows = [[span.seconds for span in line.spans if span.kind == kind] for line in lines]
+    return np.median(np.array(rows), axis=0).tolist()
+
+
+def table(result: dict[str, Any]) -> str:
+    fastest = min(result["step_ms"][f"fddp staged ({wire})"][1] for wire in ("Gloo", "MPI"))
+    rows = [
+        f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms   {middle / fastest:5.2f} × fddp"
+        for way, (low, middle, high) in result["step_ms"].items()
+    ]
+    for key, value in result.items():
+        if key not in ("step_ms", "spans"):
+            rows.append(f"{key:28} " + "  ".join(f"{name} {number:.2f}" for name, number in value.items()))
+    return "\n".join(rows)
+
+
+def picture(results: dict[str, Any]) -> Path:
+    """Draws the timelines of a median step under each other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(results), 1, figsize=(9, 3 * len(results)), squeeze=False)
+    for axis, (name, result) in zip(axes[:, 0], results.items()):
+        shown = {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")}
+        for row, (way, line) in enumerate(shown.items()):
+            begin = min(span.start for span in line.spans)
+            for span in line.spans:
+                sent = span.kind == "communication"
+                axis.broken_barh(
+                    [(1e3 * (span.start - begin), 1e3 * span.seconds)],
+                    (-row - 0.4 * sent, 0.36),
+                    facecolor="tab:orange" if sent else "tab:blue",
+                    edgecolor="white",
+                )
+        axis.set_yticks([-row for row in range(len(shown))], list(shown))
+        axis.set_title(f"{name}: computing (blue) and sending (orange)", loc="left")
+        axis.set_xlabel("ms")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path = RESULTS / "overlap.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""One rank of bench/overlap.py: runs a way of training when it is told to, and reports how long it took."""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fddp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.problems import Problem, problem
+
+OPTIMIZER = optax.sgd(1e-3)
+Step = Callable[[], Any]
+
+
+def main(backend: str, control: str, name: str, cap_mb: float) -> None:
+    group = fddp.init(backend)
+    task = problem(name, seed=group.rank)
+    ways = (mpi_ways if backend == "mpi" else gloo_ways)(task, group, cap_mb)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(control)
+        said = line.makefile("rw")
+        _say(said, {"job": backend, "rank": group.rank, "ways": list(ways)})
+        for order in said:
+            way, steps = json.loads(order)
+            step, timeline = ways[way]
+            seconds, lines = [], []
+            for _ in range(steps):
+                group.barrier()
+                start = time.perf_counter()
+                jax.block_until_ready(step())
+                seconds.append(time.perf_counter() - start)
+                lines.append([vars(span) for span in timeline().spans] if timeline else [])
+            _say(said, {"seconds": seconds, "timelines": lines})
+
+
+def _say(said: Any, words: Any) -> None:
+    said.write(json.dumps(words) + "\n")
+    said.flush()
+
+
+def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any]]:
+    """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one jit."""
+    from mpi4py import MPI
+
+    alone = fddp.mpi_group(MPI.COMM_SELF)
+    import mpi4jax
+
+    return {
+        "fddp staged (MPI)": _fddp(task, group, "staged", cap_mb),
+        "fddp after (MPI)": _fddp(task, group, "after", cap_mb),
+        "alone, staged (MPI)": _fddp(task, alone, "staged", cap_mb),
+        "mpi4jax per leaf": _by_hand(
+            task, group.size, lambda f: jax.jit(f, donate_argnums=0), partial(mpi4jax.allreduce, op=MPI.SUM)
+        ),
+    }
+
+
+def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any]]:
+    """fddp over Gloo, and the ways of JAX's own documentation."""
+    mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
+    alone = fddp.mesh_group(Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,)))
+    spread = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False)
+    return {
+        "fddp staged (Gloo)": _fddp(task, group, "staged", cap_mb),
+        "fddp after (Gloo)": _fddp(task, group, "after", cap_mb),
+        "alone, staged (Gloo)": _fddp(task, alone, "staged", cap_mb),
+        "alone, one program": _fddp(task, alone, "fused", cap_mb),
+        "shard_map, psum per leaf": _by_hand(
+            task, group.size, lambda f: jax.jit(spread(f), donate_argnums=0), lambda g: jax.lax.psum(g, "batch"), mesh
+        ),
+        "shard_map, one flat psum": _by_hand(
+            task,
+            group.size,
+            lambda f: jax.jit(spread(f), donate_argnums=0),
+            partial(_flat_psum, axis="batch"),
+            mesh,
+            whole=True,
+        ),
+        "jit, NamedSharding": _by_hand(task, 1, lambda f: jax.jit(f, donate_argnums=0), lambda g: g, mesh),
+    }
+
+
+def _fddp(task: Problem, group: fddp.Group, schedule: str, cap_mb: float) -> tuple[Step, Any]:
+    step = fddp.train_step(
+        task.loss_fn,
+        OPTIMIZER,
+        group=group,
+        has_aux=True,
+        schedule=schedule,
+        bucket_cap_mb=cap_mb,
+        last_bucket_mb=cap_mb,
+        first_bucket_mb=cap_mb,
+    )
+    state = step.init(task.params, model_state=task.model_state)
+
+    def run() -> Any:
+        nonlocal state
+        state, info = step(state, task.batch)
+        return state.params, info.loss
+
+    return run, None if schedule == "fused" else step.timeline
+
+
+def _by_hand(
+    task: Problem, size: int, program: Any, total: Any, mesh: Mesh | None = None, *, whole: bool = False
+) -> tuple[Step, Any]:
+    """A step as people write it: gradients, a sum over replicas, the optimizer."""
+
+    def step(mine: Any, batch: Any) -> Any:
+        params, opt_state, model_state = mine
+        buffers = {} if model_state is None else {"model_state": model_state}
+        (loss, aux), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(params, batch, **buffers)
+        if model_state is not None:
+            model_state, aux = aux
+        grads = total(grads) if whole else jax.tree.map(total, grads)
+        grads = jax.tree.map(lambda g: g / size, grads)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
+
+    run_step = program(step)
+    mine = jax.tree.map(jnp.copy, (task.params, OPTIMIZER.init(task.params), task.model_state))
+    batch = task.batch
+    if mesh is not None:
+        rows = NamedSharding(mesh, P("batch"))
+        mine = jax.tree.map(lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x), mine)
+        batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
+
+    def run() -> Any:
+        nonlocal mine
+        mine, loss = run_step(mine, batch)
+        return mine[0], loss
+
+    return run, None
+
+
+def _flat_psum(grads: Any, axis: str) -> Any:
+    flat, unravel = ravel_pytree(grads)
+    return unravel(jax.lax.psum(flat, axis))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
+    main(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))

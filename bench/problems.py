@@ -1,0 +1,39 @@
+"""What is trained when traffic is measured: three networks whose gradients take about as long to send as to compute."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from models import gpt, mlp, resnet
+
+# 10.5 million parameters, 40 MiB of gradients.
+GPT_40M = gpt.GPT(vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=128)
+
+
+class Problem(NamedTuple):
+    """A network, its loss and one rank's batch."""
+
+    loss_fn: Any
+    params: Any
+    model_state: Any
+    batch: Any
+
+
+def problem(name: str, seed: int) -> Problem:
+    """Makes a problem by name, with a rank's own rows.
+
+    Args:
+      name: "mlp", "resnet18" or "gpt".
+      seed: of the rows.
+
+    Returns:
+      The problem.
+    """
+    module, model, make = {
+        "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
+        "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 6, seed, size=64)),
+        "gpt": (gpt, GPT_40M, lambda m: gpt.batch(m, 8, seed, length=96)),
+    }[name]
+    batch = make(model)
+    params, model_state = module.init(model, jax.random.key(0), batch)
+    return Problem(module.loss_fn(model), params, model_state, batch)

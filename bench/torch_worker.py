@@ -1,0 +1,161 @@
+"""One rank of PyTorch DDP for bench/overlap.py, in an environment of its own (torch 2.13, CPU): the same networks.
+
+Called as bench/overlap_worker.py is; imports nothing of this project.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+CAPS_MB = (4, 8, 25)
+
+
+def main(control: str, name: str) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["FDDP_RANK"]), int(os.environ["FDDP_SIZE"])
+    host, port = os.environ["FDDP_COORDINATOR"].split(":")
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size)
+    ways = {f"PyTorch DDP, {cap} MiB": _step(name, rank, cap) for cap in CAPS_MB}
+    ways["PyTorch, alone"] = _step(name, rank, None)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(control)
+        said = line.makefile("rw")
+        _say(said, {"job": "torch", "rank": rank, "ways": list(ways)})
+        for order in said:
+            way, steps = json.loads(order)
+            seconds = []
+            for _ in range(steps):
+                dist.barrier()
+                start = time.perf_counter()
+                ways[way]()
+                seconds.append(time.perf_counter() - start)
+            _say(said, {"seconds": seconds, "timelines": [[]] * steps})
+
+
+def _say(said: Any, words: Any) -> None:
+    said.write(json.dumps(words) + "\n")
+    said.flush()
+
+
+def _step(name: str, rank: int, cap_mb: float | None) -> Any:
+    torch.manual_seed(0)
+    model, batch = {"mlp": _mlp, "resnet18": _resnet18, "gpt": _gpt}[name](rank)
+    module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        module(*batch).backward()
+        optimizer.step()
+
+    return run
+
+
+def _rows(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(rank)
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, net: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.net(x), y)
+
+
+def _mlp(rank: int) -> Any:
+    layers: list[nn.Module] = []
+    for k in range(8):
+        layers += [nn.Linear(1024, 1024, bias=False), *([nn.ReLU()] if k < 7 else [])]
+    x = torch.randn(2, 1024, 1024, generator=_rows(rank))
+    return _WithLoss(nn.Sequential(*layers), F.mse_loss), (x[0], x[1])
+
+
+class _Block(nn.Module):
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(inside, width, 3, stride, 1, bias=False)
+        self.b = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+        self.short = nn.Sequential()
+        if stride > 1 or inside != width:
+            self.short = nn.Sequential(nn.Conv2d(inside, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[1](self.b(F.relu(self.norms[0](self.a(x)))))
+        return F.relu(y + self.short(x))
+
+
+def _resnet18(rank: int) -> Any:
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
+    x = torch.randn(6, 3, 64, 64, generator=_rows(rank))
+    y = torch.randint(1000, (6,), generator=_rows(rank))
+    return _WithLoss(nn.Sequential(*stem, *(_Block(*w) for w in widths), *head), F.cross_entropy), (x, y)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int = 384, heads: int = 6, kv_heads: int = 2, hidden: int = 1024) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
+        kv = kv_heads * self.dim
+        self.q, self.k, self.v = (nn.Linear(width, w, bias=False) for w in (width, kv, kv))
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        h = self.norms[0](x)
+        q = _rotary(self.q(h).view(b, t, self.heads, self.dim))
+        k = _rotary(self.k(h).view(b, t, self.kv_heads, self.dim))
+        v = self.v(h).view(b, t, self.kv_heads, self.dim)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, d))
+        h = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def _rotary(x: torch.Tensor) -> torch.Tensor:
+    t, half = x.shape[1], x.shape[-1] // 2
+    angle = torch.arange(t)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class _Gpt(nn.Module):
+    def __init__(self, vocabulary: int = 256, width: int = 384, layers: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(_Layer() for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.embed.weight.T
+
+
+def _gpt(rank: int) -> Any:
+    tokens = torch.randint(256, (8, 97), generator=_rows(rank))
+    loss = lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten())  # noqa: E731
+    return _WithLoss(_Gpt(), loss), (tokens[:, :-1], tokens[:, 1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,163 @@
+"""What hosts say to each other, and which groups and worlds cannot be."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import fddp
+
+W = np.zeros((), np.float32)
+
+
+### One process: what goes in comes out
+
+
+def test_replicas_are_the_devices_of_the_mesh(group):
+    assert [(group(n).rank, group(n).processes, group(n).size) for n in (1, 4, 8)] == [(0, 1, 1), (0, 1, 4), (0, 1, 8)]
+    assert (group(2).backend, group(2).axis_name) == ("local", "replica")
+
+
+def test_a_group_over_one_axis_of_a_mesh_has_the_replicas_of_that_axis():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("model", "data"))
+    for axis, size in (("model", 2), ("data", 4)):
+        two = fddp.mesh_group(mesh, axis)
+        assert (two.size, two.axis_name) == (size, axis)
+        loss, grad = fddp.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), group=two)(W, jnp.arange(8.0))
+        assert (float(loss), float(grad)) == (17.5, -7.0)
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_reducing_over_one_process_is_the_identity(group, op):
+    x = np.array([[1.5, -2.0]], np.float16)
+    got = group(4).all_reduce(x, op)
+    assert got.dtype == x.dtype and got.tolist() == x.tolist()
+
+
+def test_gathering_stacks_along_a_new_dim_also_what_is_empty_or_a_number(group):
+    assert group(2).all_gather(3).tolist() == [3]
+    assert group(2).all_gather(np.zeros((0, 2), np.int8)).shape == (1, 0, 2)
+    group(2).barrier()
+
+
+def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
+    tree = {
+        "bf16": np.array([np.nan, -0.0, 1 / 3], jnp.bfloat16),
+        "f64": np.float64(1 / 3),
+        "flags": np.array([True, False]),
+        "empty": np.zeros((0, 3), np.int64),
+        "none": None,
+        "key": jax.random.key(7),
+    }
+    back = group(2).broadcast(tree)
+    assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    for name in ("bf16", "f64", "flags", "empty"):
+        got, expected = np.asarray(back[name]), np.asarray(tree[name])
+        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    assert back["none"] is None and group(2).broadcast({}) == {}
+
+
+def test_a_broadcast_of_many_chunks_is_put_together_again(group, monkeypatch):
+    monkeypatch.setattr("fddp.group.CHUNK_BYTES", 5)
+    tree = [np.arange(7, dtype=np.int16), np.arange(3, dtype=np.float64)]
+    assert [x.tolist() for x in group(2).broadcast(tree)] == [x.tolist() for x in tree]
+
+
+def test_a_subgroup_of_all_processes_is_the_same_group(group):
+    assert group(4).subgroup([0]).size == 4
+
+
+def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=says):
+        call()
+
+
+### Errors
+
+
+def test_a_group_refuses_what_it_cannot_do(group):
+    two: fddp.Group = group(2)
+    refused(ValueError, "op must be one of sum, max, min, got 'mean'", lambda: two.all_reduce(1.0, "mean"))
+    refused(ValueError, r"root must be a rank in 0..0, got 1", lambda: two.broadcast(W, root=1))
+    refused(ValueError, r"root must be a rank in 0..0, got -1", lambda: two.broadcast(W, root=-1))
+    refused(ValueError, r"different numbers in 0..0, got \[0, 0\]", lambda: two.subgroup([0, 0]))
+    refused(ValueError, r"different numbers in 0..0, got \[1\]", lambda: two.subgroup([1]))
+    refused(ValueError, r"rank 0 is not in \[\]", lambda: two.subgroup([]))
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    refused(ValueError, "the mesh has axes data, none is 'replica'", lambda: fddp.mesh_group(mesh))
+
+
+def test_all_reduce_needs_one_place_to_sum_over_and_an_operation_it_knows(group):
+    plan = fddp.make_plan(W)
+    both: dict[str, Any] = {"axis_name": "replica", "group": group(2)}
+    refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan))
+    refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan, **both))
+    refused(
+        ValueError, "op must be 'sum' or 'mean', got 'max'", lambda: fddp.all_reduce(W, plan, group=group(2), op="max")
+    )
+
+
+def test_mpi_drives_one_device_a_process():
+    refused(RuntimeError, "one device a process, and this one has 8", lambda: fddp.mpi_group(None))
+
+
+### Start
+
+
+def test_init_refuses_what_no_world_can_be():
+    refused(ValueError, "backend must be one of nccl, gloo, mpi, local or None, got 'tcp'", lambda: fddp.init("tcp"))
+    refused(ValueError, "timeout_s must be more than 0 seconds, got 0", lambda: fddp.init(timeout_s=0))
+    refused(ValueError, "got nan", lambda: fddp.init(timeout_s=math.nan))
+
+
+def test_a_process_joins_one_world():
+    world = fddp.init()
+    assert fddp.init() is world and fddp.init() == world
+    refused(ValueError, "was called before with .* and now with .*'gloo'", lambda: fddp.init("gloo"))
+    refused(ValueError, "a process joins one world", lambda: fddp.init(rank=0, size=2))
+
+
+STARTS = {
+    "fddp.init('mpi')": "backend 'mpi' needs mpi4jax, not installed here: pip install 'fddp[mpi]'",
+    "fddp.init('nccl')": "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.",
+    "fddp.init(rank=1)": "rank and size belong together, got rank=1 and size=None.",
+    "fddp.init(rank=2, size=2)": "fddp.init's arguments says this is rank 2 of 2",
+    "fddp.init('gloo', rank=0, size=2)": "fddp.init's arguments does not say where rank 0 is",
+    "fddp.init('gloo', rank=0, size=2, coordinator='here')": "the coordinator 'here'; it must be host:port",
+}
+# A process of its own, which never joins a world, and in which nobody finds mpi4jax.
+SCRIPT = """
+import importlib.util, json
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "mpi4jax" else find(name, *package)
+import fddp
+said = {}
+for call in CALLS:
+    try:
+        eval(call)
+    except (ValueError, RuntimeError) as error:
+        said[call] = str(error)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    script = SCRIPT.replace("CALLS", repr(list(STARTS)))
+    env = {"JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("call", STARTS)
+def test_a_world_that_cannot_be_started_is_refused(said, call):
+    assert STARTS[call] in said[call]

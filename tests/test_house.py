@@ -1,0 +1,159 @@
+"""The house: floors, small modules, documented names, examples that run, and no trace of one machine."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import fddp
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "fddp").rglob("*.py"))
+
+# A module imports only from floors below its own. A new module gets a line here.
+FLOORS = {
+    "plan": 0,
+    "launch": 0,
+    "failure": 0,
+    "options": 0,
+    "modules": 0,
+    "timeline": 0,
+    "program": 1,
+    "flat": 1,
+    "member": 1,
+    "group": 2,
+    "objective": 2,
+    "stages": 2,
+    "world": 3,
+    "accumulate": 3,
+    "replicas": 3,
+    "schedule": 3,
+    "collective": 3,
+    "reducer": 4,
+    "step": 5,
+}
+TOP = {"__init__", "__main__"}  # above all floors
+
+
+def names(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of fddp that a file imports, wherever it does; '' stands for the package itself."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{names(path)} imports relatively"
+            whole = node.module == "fddp"  # from fddp import flat
+            found |= {f"fddp.{alias.name}" for alias in node.names} if whole else {node.module or ""}
+    return {name.partition(".")[2] for name in found if name.split(".")[0] == "fddp"}
+
+
+### Floors
+
+
+def test_every_module_has_a_floor():
+    assert {path.stem for path in MODULES} - TOP == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.stem not in TOP], ids=names)
+def test_a_module_imports_only_from_lower_floors(path):
+    upward = {name for name in imports(path) if FLOORS.get(name, 99) >= FLOORS.get(path.stem, 0)}
+    assert upward == set()
+
+
+def test_models_know_nothing_of_the_library_but_the_users_script():
+    users = {path.name for path in (ROOT / "models").rglob("*.py") if imports(path)}
+    assert users <= {"train.py"}
+
+
+### Modules
+
+
+@pytest.mark.parametrize("path", MODULES, ids=names)
+def test_a_module_is_one_documented_idea_of_at_most_300_lines(path):
+    assert path.stem not in {"utils", "util", "base", "common", "helpers", "misc"}
+    assert len(path.read_text().splitlines()) <= 300
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=names)
+def test_no_check_disappears_under_python_O(path):
+    asserts = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+    assert asserts == []
+
+
+### Public names
+
+PUBLIC = {name: value for name, value in vars(fddp).items() if not name.startswith("_") and not inspect.ismodule(value)}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+METHODS = {
+    f"{name}.{method}": value
+    for name, kind in PUBLIC.items()
+    if inspect.isclass(kind)
+    for method, value in vars(kind).items()
+    if inspect.isfunction(value) and (method == "__call__" or not method.startswith("_"))
+    if value.__module__.startswith("fddp")
+}
+
+
+def test_init_imports_every_public_name_by_name():
+    for node in ast.walk(ast.parse((ROOT / "fddp" / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name == alias.asname for alias in node.names)
+    assert {"init", "train_step", "value_and_grad", "make_plan", "all_reduce", "grad_order"} <= set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_what_it_is(name):
+    text = PUBLIC[name].__doc__ or ""
+    # The docstrings that Python makes up for dataclasses and named tuples repeat the signature.
+    assert text and not text.startswith(f"{name}("), f"fddp.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS | METHODS)
+def test_a_function_says_what_it_takes_and_gives(name):
+    function = (FUNCTIONS | METHODS)[name]
+    signature, text = inspect.signature(function), inspect.getdoc(function) or ""
+    assert text
+    takes = [p for p in signature.parameters if p != "self"]
+    if takes:
+        assert "Args:" in text
+        missing = [p for p in takes if not re.search(rf"^ *\**{p}:|\b{p}:", text.partition("Args:")[2], re.M)]
+        missing = [p for p in missing if p != "axis_name"] if name == "all_reduce" else missing
+        assert missing == []
+    if takes and signature.return_annotation not in (None, "None"):
+        assert "Returns:" in text
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.stem != "__main__"], ids=names)
+def test_examples_print_what_they_say_on_any_number_of_devices(path):
+    name = "fddp" if path.stem == "__init__" else f"fddp.{path.stem}"
+    failures, _ = doctest.testmod(importlib.import_module(name), report=True)
+    assert failures == 0
+
+
+### The repository
+
+
+def test_no_tracked_file_knows_one_machine():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = [path for path in listed.splitlines() if (ROOT / path).is_file()]
+    private = re.compile(r"/(work|home|root|Users)/|index[-_]url|//[^\s/]*(artifact|nexus|proxy|pypi\.(?!org))")
+    found = []
+    for path in tracked:
+        try:
+            text = (ROOT / path).read_text()
+        except UnicodeDecodeError:  # a picture
+            continue
+        found += [f"{path}: {match[0]}" for match in private.finditer(text)]
+    assert found == []
+    assert "uv.lock" not in tracked

@@ -1,0 +1,98 @@
+"""Every launcher's environment is read for what it says, and for nothing it does not say."""
+
+import pytest
+
+from fddp.launch import Launch, read_launch
+
+EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+JOB = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
+STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[007-012,040],login"}
+SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({}, Launch("alone", 0, 1)),
+        ({"PATH": "/bin", "SLURM_NTASKS": "2"}, Launch("alone", 0, 1)),
+        (EXPLICIT, Launch("FDDP_* variables", 1, 3, None, "node1:4711")),
+        ({"FDDP_RANK": "0", "FDDP_SIZE": "1"}, Launch("FDDP_* variables", 0, 1)),
+        (EXPLICIT | {"FDDP_LOCAL_RANK": "2"}, Launch("FDDP_* variables", 1, 3, 2, "node1:4711")),
+        (OPEN_MPI, Launch("Open MPI", 2, 4, 0)),
+        (HYDRA, Launch("Hydra", 5, 8, 1)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("Hydra", 0, 2)),
+        (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{123456 % 4096 + 61440}")),
+    ],
+    ids=["nobody", "others", "explicit", "explicit, one", "explicit, local", "ompi", "hydra", "pmi", "slurm"],
+)
+def test_a_launcher_is_read_for_what_it_says(env, launch):
+    assert read_launch(env) == launch
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[007-012,040],login", "node007"),
+        ("node[3,5]", "node3"),
+        ("login,node[1-2]", "login"),
+        ("gpu-a.site.org", "gpu-a.site.org"),
+        ("rack2-n[08-09]", "rack2-n08"),
+    ],
+)
+def test_rank_0_of_slurm_is_met_on_the_first_node_of_the_step(nodes, first):
+    coordinator = read_launch(SLURM | {"SLURM_STEP_NODELIST": nodes}).coordinator
+    assert coordinator is not None and coordinator.rsplit(":", 1)[0] == first
+
+
+def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():
+    ranks = {read_launch(SLURM | {"SLURM_PROCID": str(rank)}).coordinator for rank in range(16)}
+    assert len(ranks) == 1
+    assert read_launch(SLURM | {"SLURM_JOB_ID": "123457"}).coordinator not in ranks
+    (coordinator,) = ranks
+    assert coordinator is not None and 1024 < int(coordinator.rsplit(":", 1)[1]) < 2**16
+
+
+def test_a_script_under_sbatch_without_srun_is_alone():
+    assert read_launch(JOB) == Launch("alone", 0, 1)
+
+
+def test_the_users_own_variables_win_then_the_innermost_launcher():
+    everything = SLURM | HYDRA | OPEN_MPI | EXPLICIT
+    assert read_launch(everything).launcher == "FDDP_* variables"
+    assert read_launch(SLURM | HYDRA | OPEN_MPI).launcher == "Open MPI"
+    # mpiexec inside a Slurm allocation starts its processes through srun.
+    assert read_launch(SLURM | HYDRA).launcher == "Hydra"
+
+
+def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
+    assert [read_launch(env).by_mpi for env in (OPEN_MPI, HYDRA, SLURM, EXPLICIT, {})] == [True, True] + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"FDDP_RANK": "0"}, "FDDP_RANK given but not FDDP_SIZE"),
+        ({"FDDP_SIZE": "2"}, "FDDP_SIZE given but not FDDP_RANK"),
+        ({"FDDP_COORDINATOR": "a:1"}, "FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE"),
+        (EXPLICIT | {"FDDP_RANK": "one"}, "FDDP_RANK must be a whole number, got 'one'"),
+        (EXPLICIT | {"FDDP_RANK": ""}, "FDDP_RANK must be a whole number, got ''"),
+        (EXPLICIT | {"FDDP_RANK": "3"}, "FDDP_[*] variables says this is rank 3 of 3"),
+        (EXPLICIT | {"FDDP_RANK": "-1"}, "rank -1 of 3"),
+        (EXPLICIT | {"FDDP_SIZE": "0"}, "rank 1 of 0"),
+        (EXPLICIT | {"FDDP_COORDINATOR": "node1"}, "coordinator 'node1'; it must be host:port"),
+        (EXPLICIT | {"FDDP_COORDINATOR": "node1:http"}, "coordinator 'node1:http'; it must be host:port"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI says this is rank 2 of 2"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
+        (HYDRA | {"PMI_SIZE": "8.0"}, "PMI_SIZE must be a whole number, got '8.0'"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is not set"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST is not set"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST must be a list of hosts, got ''"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says):
+    with pytest.raises(ValueError, match=says):
+        read_launch(env)
