@@ -2,9 +2,9 @@
 
     sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take turns,
-one step each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own: give the
-path of its python.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take
+turns, one step each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
+give the path of its python.
 
   T_bound    the earliest end that stages and all-reduces allow: stages measured alone, all-reduces measured in "after"
   E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
@@ -154,7 +154,7 @@ def picture(results: dict[str, Any]) -> Path:
     figure, axes = plt.subplots(len(results), 1, figsize=(9, 3 * len(results)), squeeze=False)
     for axis, (name, result) in zip(axes[:, 0], results.items()):
         shown = {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")}
-        for row, (way, line) in enumerate(shown.items()):
+        for row, line in enumerate(shown.values()):
             begin = min(span.start for span in line.spans)
             for span in line.spans:
                 sent = span.kind == "communication"

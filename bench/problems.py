@@ -23,7 +23,7 @@ def problem(name: str, seed: int) -> Problem:
     """Makes a problem by name, with a rank's own rows.
 
     Args:
-      name: "mlp", "resnet18" or "gpt".
+      name: "mlp", "resnet18", "resnet50" or "gpt".
       seed: of the rows.
 
     Returns:
@@ -32,6 +32,7 @@ def problem(name: str, seed: int) -> Problem:
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
         "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 6, seed, size=64)),
+        "resnet50": (resnet, resnet.PRESETS["50"], lambda m: resnet.batch(m, 4, seed, size=64)),
         "gpt": (gpt, GPT_40M, lambda m: gpt.batch(m, 8, seed, length=96)),
     }[name]
     batch = make(model)

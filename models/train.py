@@ -1,0 +1,338 @@
+"""Trains a ResNet on handwritten digits or a GPT on Python's own sources, on as many replicas as you start.
+
+mpiexec -n 2 python models/train.py                   two processes over MPI
+
+mpiexec -n 2 python models/train.py --backend gloo    the same over Gloo
+
+python models/train.py --replicas 4                   four devices of one process
+
+python models/train.py gpt --steps 200                a language model of bytes; all of the above holds for it too
+
+Rank 0 shows progress and, at the end, a page; it draws the loss curve in runs/.
+"""
+
+import gzip
+import math
+import struct
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jaxtyping import Int, UInt8
+from matplotlib.figure import Figure
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+import fddp
+from models import gpt, resnet
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Annotated[Literal["resnet", "gpt"], tyro.conf.Positional] = "resnet"
+    """What to train; `gpt --help` shows that model's defaults."""
+    preset: str = "18-digits"
+    """Its shape: a name in PRESETS of models/resnet.py or models/gpt.py."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """resnet: a folder with MNIST's four IDX files, instead of scikit-learn's digits.
+    gpt: a folder of text files, instead of the sources of Python's standard library."""
+    steps: int = 300
+    """Updates of the parameters."""
+    batch: int = 64
+    """Rows a step, over all replicas."""
+    learning_rate: float = 3e-3
+    """The highest: it rises during the first tenth of the steps, then falls along a cosine."""
+    seed: int = 0
+    """Decides the first parameters and the order of rows, alike for any number of replicas."""
+    replicas: int = 1
+    """CPU devices of this process, if it is alone; under mpiexec each process is a replica."""
+    backend: Literal["nccl", "gloo", "mpi", "local"] | None = None
+    """What carries the gradients; None: what fddp.init finds best."""
+    bucket_cap_mb: float = 25
+    """MiB of gradients that travel together."""
+    out: Path = Path("runs")
+    """Folder for the loss curve."""
+
+
+CONFIGS = {"resnet": Config(), "gpt": Config("gpt", preset="bytes", steps=300, batch=16)}
+
+
+def read_config(words: Sequence[str]) -> Config:
+    """The command line, over the defaults of the model that it names."""
+    model = next((word for word in words if word in CONFIGS), "resnet")
+    return tyro.cli(Config, default=CONFIGS[model], args=words, prog="train.py", description=__doc__)
+
+
+def main(config: Config) -> None:
+    """This process's part of the job."""
+    if config.replicas > 1:
+        jax.config.update("jax_num_cpu_devices", config.replicas)
+    group = fddp.init(config.backend)
+    if config.replicas not in (1, group.size):
+        raise ValueError(f"--replicas {config.replicas} is for a process alone, on CPUs; this one is in {group}.")
+
+    console = Console(width=None if sys.stdout.isatty() else 100, quiet=group.rank > 0)
+    task = TASKS[config.model](config)
+    state, plan, history = train(task, config, group, console)
+    results = task.test(*jax.tree.map(np.asarray, (state.params, state.model_state)))
+    if group.rank == 0:
+        results["loss curve"] = str(draw(task.title, config, history.losses))
+        console.print(page(task.title, config, group, history, results, plan))
+
+
+class Task(NamedTuple):
+    """A model and its data."""
+
+    title: str
+    loss_fn: Callable[..., Any]
+    params: Any
+    model_state: Any
+    rows: int
+    batch: Callable[[Int[np.ndarray, " B"]], Any]
+    """Rows, by their numbers."""
+    test: Callable[[Any, Any], dict[str, str]]
+    """What (params, model_state) can do on data that was held out: lines for the page."""
+
+
+@dataclass
+class History:
+    """What a host saw of each step."""
+
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=lambda: [time.perf_counter()])
+
+    def note(self, info: fddp.StepInfo) -> None:
+        """Waits for a step. A loss that is no number ends the job: on every rank, as all see the same loss."""
+        self.losses.append(float(info.loss))
+        self.accuracies.append(float(info.aux["accuracy"]))
+        self.times.append(time.perf_counter())
+        if not math.isfinite(self.losses[-1]):
+            step, loss = len(self.losses), self.losses[-1]
+            raise FloatingPointError(f"the loss of step {step} is {loss}; try a smaller --learning-rate.")
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step: the first ones, which compile, do not count."""
+        return float(np.median(np.diff(self.times)))
+
+
+### Training
+
+
+def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tuple[Any, fddp.BucketPlan, History]:
+    """The loop."""
+    if config.steps < 1:
+        raise ValueError(f"--steps must be 1 or more, got {config.steps}.")
+    if config.batch % group.size or not 0 < config.batch <= task.rows:
+        raise ValueError(f"--batch must be a multiple of {group.size} up to {task.rows} rows, got {config.batch}.")
+    rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
+    step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, bucket_cap_mb=config.bucket_cap_mb)
+    state = step.init(task.params, model_state=task.model_state)
+
+    history, flying = History(), deque[fddp.StepInfo](maxlen=2)
+    with progress(console) as bar:
+        job = bar.add_task("", total=config.steps, loss=math.nan, speed=math.nan)
+        for rows in islice(rows_of_rank(group, task.rows, config.batch, config.seed), config.steps):
+            state, info = step(state, task.batch(rows))
+            flying.append(info)
+            if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
+                history.note(flying[0])
+                bar.update(job, advance=1, loss=history.losses[-1], speed=config.batch / history.step_seconds)
+                if bar.disable and len(history.losses) * 10 % config.steps < 10:
+                    console.print(bar)
+        history.note(flying[-1])
+        bar.update(job, advance=1, loss=history.losses[-1])
+    if bar.disable:
+        console.print(bar)
+    return state, step.plan, history
+
+
+def rows_of_rank(group: fddp.Group, rows: int, batch: int, seed: int) -> Iterator[Int[np.ndarray, " B"]]:
+    """The rows that this process reads, step by step: its part of every batch of every epoch's permutation.
+
+    A batch holds the same rows for any number of processes. Rows that do not fill one are left out of their epoch.
+    """
+    for epoch in count():
+        order = np.random.default_rng((seed, epoch)).permutation(rows)
+        for begin in range(0, rows - batch + 1, batch):
+            yield order[begin + group.rank : begin + batch : group.processes]
+
+
+def chosen(presets: Mapping[str, Any], name: str) -> Any:
+    if name not in presets:
+        raise ValueError(f"--preset must be one of {', '.join(presets)}, got {name!r}.")
+    return presets[name]
+
+
+### The ResNet and its digits
+
+
+def resnet_task(config: Config) -> Task:
+    """Tells handwritten digits apart."""
+    model = chosen(resnet.PRESETS, config.preset)
+    images, labels, test_images, test_labels = read_mnist(config.data) if config.data else split_digits()
+    mean, std = images.mean(), images.std()
+    images, test_images = (((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images))
+
+    def batch(rows: Any) -> dict[str, np.ndarray]:
+        return {"image": images[rows], "label": labels[rows].astype(np.int32)}
+
+    def test(params: Any, model_state: Any) -> dict[str, str]:
+        predict = jax.jit(lambda images: resnet.predict(model, params, model_state, images).argmax(-1))
+        found = np.concatenate([predict(x) for x in np.array_split(test_images, math.ceil(len(test_images) / 500))])
+        right = int((found == test_labels).sum())
+        return {"test accuracy": f"{right / len(found):.2%}: {right:,} of {len(found):,} images"}
+
+    params, model_state = resnet.init(model, jax.random.key(config.seed), batch([0]))
+    title = f"ResNet {config.preset} on {len(images):,} handwritten digits"
+    return Task(title, resnet.loss_fn(model), params, model_state, len(images), batch, test)
+
+
+def split_digits() -> list[np.ndarray]:
+    """scikit-learn's 1,797 digits of 8 × 8 pixels: 1,500 images to train on and their labels, then those to test on."""
+    from sklearn.datasets import load_digits  # here: it takes two seconds, which the GPT need not wait
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    return [x[rows] for rows in (order[:1500], order[1500:]) for x in (images.reshape(-1, 8, 8), labels)]
+
+
+def read_mnist(folder: Path) -> list[np.ndarray]:
+    """The same four arrays from MNIST's files, packed (.gz) or not."""
+    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    found = [sorted(folder.glob(f"{name}-ubyte*")) for name in names]
+    if not all(found):
+        raise FileNotFoundError(f"--data {folder} must hold {', '.join(f'{name}-ubyte' for name in names)}, or .gz.")
+    return [read_idx(paths[0]) for paths in found]
+
+
+def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
+    """An array of bytes in MNIST's format: 0, 0, 8 (the dtype), the number of dims, the dims, the data."""
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if content[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is no IDX file of bytes: it begins with {content[:3].hex(' ')}, not 00 00 08.")
+    shape = struct.unpack_from(f">{content[3]}I", content, 4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
+
+
+### The GPT and its text
+
+
+def gpt_task(config: Config) -> Task:
+    """Foretells the next byte of a source; every tenth file is held out."""
+    model = chosen(gpt.PRESETS, config.preset)
+    folder, names = (config.data, "*.*") if config.data else (Path(sysconfig.get_paths()["stdlib"]), "*.py")
+    files = [path.read_bytes() for path in sorted(folder.glob(names)) if path.is_file()]
+    if len(files) < 2:
+        raise FileNotFoundError(f"{folder} must hold two files {names}, to train and to test on; it has {len(files)}.")
+    text = windows([x for i, x in enumerate(files) if i % 10], model.context)
+    held_out = windows(files[::10], model.context)
+    loss_fn = gpt.loss_fn(model)
+
+    def batch(rows: Any) -> dict[str, np.ndarray]:
+        return {"tokens": text[rows].astype(np.int32)}
+
+    def test(params: Any, _: Any) -> dict[str, str]:
+        tokens = held_out[:: len(held_out) // 256 + 1].astype(np.int32)
+        loss, aux = jax.jit(loss_fn)(params, {"tokens": tokens})
+        score = f"{loss / math.log(2):.2f} bits per byte, {aux['accuracy']:.0%} of the bytes foretold"
+        return {"held-out files": score, "it writes": write(model, params, b"def ", 160)}
+
+    params, _ = gpt.init(model, jax.random.key(config.seed), batch([0]))
+    title = f"GPT {config.preset} on {text.shape[0] * model.context / 1e6:.1f} MB of {config.data or 'Python sources'}"
+    return Task(title, loss_fn, params, None, len(text), batch, test)
+
+
+def windows(files: Sequence[bytes], context: int) -> UInt8[np.ndarray, "rows T+1"]:
+    """Rows of a text; each begins with the last byte of the one before, so that every byte is a target once."""
+    content = np.frombuffer(b"".join(files), np.uint8)
+    return np.lib.stride_tricks.sliding_window_view(content, context + 1)[::context]
+
+
+def write(model: gpt.GPT, params: Any, prompt: bytes, length: int) -> str:
+    """Draws one byte after the other."""
+
+    def draw_byte(i: Any, tokens: Any) -> Any:
+        logits = jnp.asarray(model.apply({"params": params}, tokens[None]))[0, i - 1]
+        return tokens.at[i].set(jax.random.categorical(jax.random.key(i), logits / 0.7))
+
+    tokens = np.frombuffer(prompt.ljust(length), np.uint8).astype(np.int32)
+    tokens = jax.jit(lambda tokens: jax.lax.fori_loop(len(prompt), length, draw_byte, tokens))(tokens)
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in bytes(tokens.tolist()).decode(errors="replace"))
+
+
+TASKS = {"resnet": resnet_task, "gpt": gpt_task}
+
+
+### What a person sees
+
+
+def progress(console: Console) -> Progress:
+    """A bar that moves on a terminal. Where there is none (mpiexec hides it) the loop prints it now and then."""
+    text = TextColumn("steps · loss {task.fields[loss]:.3f} · {task.fields[speed]:,.0f} samples/s ·")
+    columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
+
+
+def draw(title: str, config: Config, losses: list[float]) -> Path:
+    """The loss of every step, and its mean over the last ones."""
+    last = max(1, len(losses) // 20)
+    means = np.convolve(losses, np.full(last, 1 / last), "valid")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, color="#9db8d2", linewidth=0.8, label="each step")
+    axes.plot(range(last, len(losses) + 1), means, color="#1f4e79", linewidth=2, label=f"mean of the last {last}")
+    axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+    config.out.mkdir(parents=True, exist_ok=True)
+    path = config.out / f"{config.model}-{config.preset}.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def page(title: str, config: Config, group: fddp.Group, history: History, results: dict[str, str], plan: Any) -> Panel:
+    """What was trained, on what, how well, how fast."""
+    loss, accuracy = np.mean(history.losses[-10:]), np.mean(history.accuracies[-10:])
+    speed, seconds = config.batch / history.step_seconds, history.times[-1] - history.times[0]
+    devices = f"{group.size} × {jax.local_devices()[0].device_kind}"
+    lines = {
+        "replicas": f"{devices} · backend {group.backend} · processes: {group.processes}",
+        "training loss": f"{history.losses[0]:.3f} → {loss:.3f} · accuracy {accuracy:.1%} (mean of the last 10 steps)",
+        "speed": f"{speed:,.0f} samples/s · {history.step_seconds * 1e3:,.0f} ms a step (median) · {seconds:,.0f} s",
+        **results,
+        "try next": TRY_NEXT[config.model],
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, line in lines.items():
+        table.add_row(Text(name, "bold cyan"), Text(line))
+    *buckets, foot = str(plan).splitlines()
+    names = Text("\n".join(buckets), "dim", no_wrap=True, overflow="ellipsis")
+    return Panel(Group(table, "", names, Text(foot, "dim")), title=title, border_style="cyan", padding=(1, 2))
+
+
+TRY_NEXT = {
+    "resnet": "mpiexec -n 2 python models/train.py gpt --steps 200",
+    "gpt": "python models/train.py --replicas 4 --bucket-cap-mb 0.5",
+}
+
+
+if __name__ == "__main__":
+    main(read_config(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""The training script: one command on any backend, the same losses on any number of replicas, a page at the end."""
+
+import gzip
+import math
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import fddp
+from models import train
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "models" / "train.py")
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+GPT = replace(train.CONFIGS["gpt"], preset="tiny", steps=12, batch=8)
+QUIET = Console(quiet=True)
+TINY = ("--preset", "tiny", "--steps", "4")
+
+
+def run(*command: str, cwd: Path, **env: str) -> str:
+    """Runs a command to its end, and shows what it said if that was a bad one."""
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"} | env, text=True, capture_output=True, timeout=240
+    )
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def losses(config: train.Config, group: fddp.Group) -> list[float]:
+    return train.train(train.TASKS[config.model](config), config, group, QUIET)[2].losses
+
+
+### The command
+
+
+def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Path):
+    if not MPIEXEC.exists():
+        pytest.skip("there is no mpiexec: install the extra 'mpi'.")
+    output = run(str(MPIEXEC), "-n", "2", sys.executable, SCRIPT, *TINY, cwd=tmp_path)
+    assert output.count("test accuracy") == 1, output
+    for words in ("ResNet tiny", "2 × cpu", "backend mpi", "4/4 steps", "training loss", "samples/s", "1 buckets"):
+        assert words in output, output
+    assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_gloo_processes_need_no_launcher(tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"FDDP_SIZE": "2", "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}", "JAX_PLATFORMS": "cpu"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, "gpt", *TINY, "--batch", "4"],
+            cwd=tmp_path,
+            env=os.environ | world | {"FDDP_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    assert "2 × cpu · backend gloo" in outputs[0] and "bits per byte" in outputs[0], outputs[0]
+    assert "backend" not in outputs[1], outputs[1]
+
+
+def test_replicas_are_devices_of_one_process(tmp_path: Path):
+    output = run(sys.executable, "-m", "models.train", *TINY, "--replicas", "4", "--out", str(tmp_path), cwd=ROOT)
+    assert "4 × cpu · backend local · processes: 1" in output
+    assert (tmp_path / "resnet-tiny.png").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["gpt", "--help"]])
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str], words: list[str]):
+    with pytest.raises(SystemExit):
+        train.read_config(words)
+    options = set(re.findall(r"^\W (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert options == {f"--{field.name.replace('_', '-')}" for field in fields(train.Config)} - {"--model"}
+
+
+def test_defaults_are_those_of_the_model_wherever_it_stands():
+    assert train.read_config([]) == train.CONFIGS["resnet"]
+    for words in (["gpt", "--steps", "2"], ["--steps", "2", "gpt"]):
+        assert train.read_config(words) == replace(train.CONFIGS["gpt"], steps=2)
+
+
+### The loop
+
+
+def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(group: Callable[[int], fddp.Group]):
+    one, two = losses(GPT, group(1)), losses(GPT, group(2))
+    assert one == pytest.approx(two, abs=1e-4)
+    assert two[-1] < two[0] - 0.5
+
+
+def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callable[[int], fddp.Group]):
+    task = train.TASKS["gpt"](GPT)
+
+    def broken(params: Any, batch: Any) -> Any:
+        loss, aux = task.loss_fn(params, batch)
+        return loss * np.nan, aux
+
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
+        train.train(task._replace(loss_fn=broken), GPT, group(1), QUIET)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_share_every_batch_of_a_permutation(group: Callable[[int], fddp.Group], processes: int):
+    ranks = [replace(group(1), rank=rank, processes=processes) for rank in range(processes)]
+    shares = [list(islice(train.rows_of_rank(rank, rows=19, batch=8, seed=3), 4)) for rank in ranks]
+    alone = list(islice(train.rows_of_rank(group(1), rows=19, batch=8, seed=3), 4))
+    for step, whole in enumerate(alone):
+        assert sorted(np.concatenate([share[step] for share in shares])) == sorted(whole)
+    for epoch in (alone[:2], alone[2:]):
+        assert len(set(np.concatenate(epoch))) == 16
+    assert list(alone[0]) != list(alone[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch": 7}, "--batch must be a multiple of 2"),
+        ({"batch": 0}, "--batch must be"),
+        ({"steps": 0}, "--steps must be 1 or more, got 0"),
+        ({"preset": "huge"}, "--preset must be one of tiny, bytes, 360m, got 'huge'"),
+    ],
+)
+def test_impossible_requests_are_told_apart(group: Callable[[int], fddp.Group], change: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        losses(replace(GPT, **change), group(2))
+
+
+### The data
+
+
+def idx(array: np.ndarray) -> bytes:
+    """The format as Yann LeCun's page defines it."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(256, size=(5, 28, 28), dtype=np.uint8), rng.integers(10, size=5, dtype=np.uint8)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images[:2])))
+    with pytest.raises(FileNotFoundError, match="t10k-labels-idx1-ubyte"):
+        train.read_mnist(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels[:2]))
+    for read, written in zip(train.read_mnist(tmp_path), (images, labels, images[:2], labels[:2])):
+        np.testing.assert_array_equal(read, written)
+
+    task = train.resnet_task(replace(train.CONFIGS["resnet"], preset="tiny", data=tmp_path))
+    batch = task.batch(np.arange(5))
+    assert task.rows == 5 and batch["image"].shape == (5, 28, 28, 1) and batch["image"].dtype == np.float32
+
+
+def test_other_files_are_refused(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match="begins with 89 50 4e, not 00 00 08"):
+        train.read_idx(tmp_path / "file")
+
+
+def test_digits_are_split_without_overlap():
+    images, labels, test_images, test_labels = train.split_digits()
+    assert images.shape == (1500, 8, 8) and test_images.shape == (297, 8, 8)
+    assert len(labels) == 1500 and set(test_labels) == set(range(10))
+    assert {x.tobytes() for x in images}.isdisjoint(x.tobytes() for x in test_images)
+
+
+def test_every_byte_of_a_text_but_the_first_is_a_target_once():
+    rows = train.windows([b"abcd", b"efghij"], context=3)
+    assert [bytes(row) for row in rows] == [b"abcd", b"defg", b"ghij"]
+
+
+def test_text_comes_from_files_of_which_some_are_held_out(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"a" * 100)
+    config = replace(GPT, data=tmp_path)
+    with pytest.raises(FileNotFoundError, match="it has 1"):
+        train.gpt_task(config)
+    (tmp_path / "b.txt").write_bytes(b"b" * 100)
+    task = train.gpt_task(config)
+    assert set(task.batch(np.arange(task.rows))["tokens"].flat) == {ord("b")}
+    results = task.test(task.params, None)
+    assert math.isclose(float(results["held-out files"].split()[0]), 8, abs_tol=0.5)  # 256 bytes, all alike
+    assert results["it writes"].startswith("def ")
