@@ -92,11 +92,12 @@ class BucketPlan:
         head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
         total = sum(b.nbytes for b in self.buckets) / MiB
         tail = "ride in the last bucket" if self.tail_rides else "travel in one all-reduce of their own"
+        sent = sum(len(b.leaves) for b in self.buckets)
         foot = (
-            f"{len(self.buckets)} buckets, {sum(len(b.leaves) for b in self.buckets)} of {len(self.leaves)} leaves, "
-            f"{total:.3f} MiB; loss and metrics {tail}; digest {self.digest}"
+            f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB",
+            f"loss and metrics {tail}; digest {self.digest}",
         )
-        return "\n".join([*_table([head, *rows]), foot])
+        return "\n".join([*_table([head, *rows]), *foot])
 
 
 def make_plan(
@@ -207,10 +208,14 @@ def _scalar(name: str, value: Any) -> Any:
     raise TypeError(f"leaf {name!r} must be an array, got {type(value).__name__}.")
 
 
-def _abridged(names: tuple[str, ...], most: int = 2) -> str:
-    if len(names) <= 2 * most:
-        return ", ".join(names)
-    return ", ".join([*names[:most], "…", *names[-most:]])
+def _abridged(names: tuple[str, ...], width: int = 64) -> str:
+    """All names, or the first and the last where they are too many for a line."""
+    text = ", ".join(names)
+    return text if len(text) <= width else f"{names[0]}, …, {names[-1]}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

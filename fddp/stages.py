@@ -3,14 +3,23 @@
 Source: `DDPOptimizer` in TorchDynamo, which splits a compiled graph at bucket boundaries.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from fddp.program import straighten
+
+# Equations that XLA repeats rather than store their result, when it fuses them into what reads it.
+CHEAP = {
+    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
+}
+CALLS = {"custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,9 @@ class Stage:
 def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
     """Cuts a program into stages, one for each group of its outputs.
 
-    Stage k holds the equations that group k needs and no earlier stage has, in their order: nothing is computed twice,
-    and nothing early that only a later group needs.
+    Stage k holds the equations that group k needs and no earlier stage has, in their order: nothing early that only a
+    later group needs, and nothing twice but what XLA itself repeats inside a program, where that saves memory: a mask
+    or a shifted copy is made anew from the value it came from, if that value is at hand or no larger.
 
     Args:
       closed: the program.
@@ -54,23 +64,25 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
     if sum(groups) != len(jaxpr.outvars):
         raise ValueError(f"groups must hold the program's {len(jaxpr.outvars)} outputs, got {list(groups)}.")
     results = [jaxpr.outvars[a:b] for a, b in pairwise(accumulate(groups, initial=0))]
-    parts = _parts(jaxpr, results)
-
+    maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    homes = _homes(jaxpr, results, maker)
+    pairs = [_remade(jaxpr, home, result, maker) for home, result in zip(homes, results)]
     consts = dict(zip(jaxpr.constvars, program.consts))
-    inner = [{var for eqn in part for var in eqn.outvars} for part in parts]
-    needs = [
-        _ordered(v for v in _read(part, result) if v not in own and v not in consts)
-        for part, result, own in zip(parts, results, inner)
-    ]
+    needs = [[v for v in need if v not in consts] for _, need in pairs]
     # What a stage hands on: values of its own that a later one reads.
-    gives = [_ordered(v for later in needs[k + 1 :] for v in later if v in own) for k, own in enumerate(inner)]
+    gives = [
+        _ordered(v for need in needs[k + 1 :] for v in need if maker.get(v) in home) for k, home in enumerate(homes)
+    ]
     number = {var: n for n, var in enumerate([*jaxpr.invars, *(v for given in gives for v in given)])}
     last = {var: k for k, need in enumerate(needs) for var in need}
 
     def stage(k: int) -> Stage:
-        used = [v for v in _ordered(_read(parts[k], results[k])) if v in consts]
-        effects = frozenset().union(*(eqn.effects for eqn in parts[k]))
-        body = Jaxpr(used, needs[k], [*gives[k], *results[k]], parts[k], effects, jaxpr.debug_info.with_unknown_names())
+        part, need = pairs[k]
+        used = [v for v in need if v in consts]
+        eqns = [jaxpr.eqns[at] for at in part]
+        effects = frozenset().union(*(eqn.effects for eqn in eqns))
+        names = jaxpr.debug_info.with_unknown_names()
+        body = Jaxpr(used, needs[k], [*gives[k], *results[k]], eqns, effects, names)
         return Stage(
             run=jaxpr_as_fun(ClosedJaxpr(body, [consts[v] for v in used])),
             reads=tuple(number[v] for v in needs[k]),
@@ -81,28 +93,61 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
     return tuple(stage(k) for k in range(len(groups)))
 
 
-def _parts(jaxpr: Jaxpr, results: Sequence[Sequence[Any]]) -> list[list[JaxprEqn]]:
+def _homes(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:
     """Gives each equation to the first group that needs it; those that only act (a print) to the last."""
-    maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     acting = [at for at, eqn in enumerate(jaxpr.eqns) if eqn.effects]
     taken: set[int] = set()
-    parts: list[list[JaxprEqn]] = []
+    homes: list[set[int]] = []
     for k, result in enumerate(results):
-        pending = [maker[v] for v in result if not isinstance(v, Literal) and v in maker]
+        pending = [maker[v] for v in _variables(result) if v in maker]
         pending += acting if k == len(results) - 1 else []
-        mine: set[int] = set()
+        home: set[int] = set()
         while pending:
             at = pending.pop()
-            if at not in taken and at not in mine:
-                mine.add(at)
-                pending += [maker[v] for v in jaxpr.eqns[at].invars if not isinstance(v, Literal) and v in maker]
-        taken |= mine
-        parts.append([jaxpr.eqns[at] for at in sorted(mine)])
-    return parts
+            if at not in taken and at not in home:
+                home.add(at)
+                pending += [maker[v] for v in _variables(jaxpr.eqns[at].invars) if v in maker]
+        taken |= home
+        homes.append(home)
+    return homes
 
 
-def _read(part: Sequence[JaxprEqn], result: Sequence[Any]) -> Iterable[Var]:
-    atoms = [*(atom for eqn in part for atom in eqn.invars), *result]
+def _remade(
+    jaxpr: Jaxpr, home: set[int], result: Sequence[Any], maker: Mapping[Var, int]
+) -> tuple[list[int], list[Var]]:
+    """A stage's equations, with those of cheap values that it makes anew; and the values that it still has to read."""
+    part = set(home)
+    atoms = [*(atom for at in sorted(home) for atom in jaxpr.eqns[at].invars), *result]
+    wanted = {v: None for v in _variables(atoms) if maker.get(v) not in home}
+    at_hand = {*jaxpr.constvars, *jaxpr.invars}
+    need: list[Var] = []
+    while wanted:
+        # The last made first: what it is made of was made before.
+        var = max(wanted, key=lambda v: maker.get(v, -1))
+        del wanted[var]
+        eqn = jaxpr.eqns[maker[var]] if var in maker else None
+        sources = _ordered(_variables(eqn.invars)) if eqn is not None else []
+        extra = sum(_nbytes(v) for v in sources if v not in wanted and v not in at_hand)
+        if eqn is not None and _cheap(eqn) and extra <= _nbytes(var):
+            part.add(maker[var])
+            wanted.update(dict.fromkeys(sources))
+        else:
+            need.append(var)
+    return sorted(part), need
+
+
+def _cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation works element by element, without sums or transcendental functions."""
+    if eqn.primitive.name in CALLS:
+        return all(_cheap(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns)
+    return eqn.primitive.name in CHEAP
+
+
+def _nbytes(var: Var) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _variables(atoms: Iterable[Any]) -> Iterable[Var]:
     return (atom for atom in atoms if not isinstance(atom, Literal))
 
 

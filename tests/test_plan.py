@@ -175,12 +175,12 @@ def test_the_digest_depends_on_nothing_else(problem):
 def test_the_printed_table_holds_names_sizes_and_dtypes():
     tree = {"kernel": np.zeros((512, 1024), np.float32), "scale": np.zeros(1024, jnp.bfloat16)}
     plan = make_plan(tree)
-    head, first, second, foot = str(plan).splitlines()
+    head, first, second, total, foot = str(plan).splitlines()
     assert head.split()[:4] == ["bucket", "leaves", "MiB", "dtype"]
     # Both buckets are closed at the end only; the one whose last leaf is ready first leaves first.
     assert first.split() == ["0", "1", "0.002", "bfloat16", "scale"]
     assert second.split() == ["1", "1", "2.000", "float32", "kernel"]
-    assert "2 buckets, 2 of 2 leaves, 2.002 MiB" in foot and plan.digest in foot
+    assert total == "2 of 2 leaves in 2 buckets, 2.002 MiB" and plan.digest in foot
     assert "ride in the last bucket" in foot
 
 
@@ -191,7 +191,7 @@ def test_the_table_says_when_metrics_need_an_all_reduce_of_their_own():
 
 def test_an_empty_tree_has_an_empty_plan_that_prints():
     assert make_plan({}).buckets == ()
-    assert "0 buckets, 0 of 0 leaves" in str(make_plan({}))
+    assert "0 of 0 leaves in 0 buckets" in str(make_plan({}))
 
 
 def test_resnet_50_travels_in_its_ready_order_and_to_the_byte():
