@@ -1,0 +1,111 @@
+"""Claims about the staged schedule on one process; several are in test_equivalence and test_ranks."""
+
+import threading
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from models import bert, gpt, mlp, resnet
+
+CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
+
+
+def problem(module, preset="tiny", rows=8):
+    model = module.PRESETS[preset]
+    batch = module.batch(model, rows)
+    params, model_state = module.init(model, jax.random.key(0), batch)
+    return module.loss_fn(model), params, model_state, batch
+
+
+@pytest.mark.parametrize("module", [mlp, resnet, bert, gpt], ids=lambda m: m.__name__)
+def test_staged_gives_what_fused_gives(group, module):
+    loss_fn, params, model_state, batch = problem(module)
+    ends = {}
+    for schedule in ("fused", "staged"):
+        step = fddp.train_step(
+            loss_fn, optax.sgd(0.05, 0.9), group=group(2), has_aux=True, schedule=schedule,
+            accumulation_steps=2, **CAPS,
+        )  # fmt: skip
+        state = step.init(params, model_state=model_state)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        state, _ = step.no_sync(state, batch)
+        state, info = step(state, batch)
+        ends[schedule] = (state.params, state.model_state, info.loss)
+        assert len(step.plan.buckets) > 1
+    for got, want in zip(jax.tree.leaves(ends["staged"]), jax.tree.leaves(ends["fused"])):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
+    loss_fn, params, _, batch = problem(gpt)
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    step(step.init(params), batch)
+    line = step.timeline()
+    assert len(line.compute) == len(line.communication) == len(step.plan.buckets)
+    # Loss, weight and accuracy ride in the last bucket.
+    sizes = [bucket.nbytes for bucket in step.plan.buckets]
+    assert [span.nbytes for span in line.communication] == [*sizes[:-1], sizes[-1] + 3 * 4]
+    ready = [span.end for span in line.compute]
+    assert all(span.start >= end for span, end in zip(line.communication, ready))
+
+
+def test_a_fused_step_says_that_it_has_no_timeline(group):
+    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2))
+    step(step.init(jnp.zeros(())), jnp.ones(4))
+    with pytest.raises(ValueError, match="fused step is one program"):
+        step.timeline()
+
+
+def test_no_thread_outlives_a_step(group):
+    loss_fn, params, _, batch = problem(gpt)
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    state = step.init(params)
+    for _ in range(3):
+        state, _ = step(state, batch)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("fddp")]
+
+
+def test_an_error_of_the_communication_thread_reaches_the_caller(group):
+    def broken(wire):
+        raise ConnectionError("the wire is cut")
+
+    alone = group(1)
+    cut_off = replace(alone, member=alone.member._replace(reduce=broken))
+    loss_fn, params, _, batch = problem(gpt)
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS)
+    with pytest.raises(ConnectionError, match="the wire is cut"):
+        step(step.init(params), batch)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fddp")]
+
+
+def test_an_error_inside_a_stage_reaches_the_caller(group):
+    def explode(_):
+        raise RuntimeError("inside the backward pass")
+
+    def loss_fn(w, x):
+        jax.debug.callback(explode, w[0])
+        return jnp.mean((x - w) ** 2)
+
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), schedule="staged")
+    with pytest.raises(Exception, match="inside the backward pass"):
+        state, info = step(step.init(jnp.zeros(3)), jnp.ones((4, 3)))
+        jax.block_until_ready((state, info))
+        jax.effects_barrier()
+
+
+def test_a_loss_with_collectives_runs_fused_or_says_why_not(group):
+    def loss_fn(w, x):
+        return jnp.mean((x - jax.lax.pmean(jnp.mean(x), "replica") - w) ** 2)
+
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2), schedule="staged")
+    with pytest.raises(ValueError, match=r"collectives of its own \(psum.*schedule='fused'"):
+        step(step.init(jnp.zeros(())), jnp.ones(4))
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2))
+    _, info = step(step.init(jnp.ones(())), jnp.arange(4.0))
+    np.testing.assert_allclose(info.loss, np.mean((np.arange(4.0) - 1.5 - 1) ** 2), rtol=1e-6)

@@ -1,0 +1,108 @@
+"""Claims about cutting a program: `fddp.stages`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fddp.program import collectives, straighten
+from fddp.stages import cut
+
+
+def run_stages(stages, closed, args):
+    """What a schedule does with stages, without one: values by number, results in order."""
+    values, results = dict(enumerate(args)), []
+    for stage in stages:
+        made = stage.run(*(values[number] for number in stage.reads))
+        for number in stage.frees:
+            del values[number]
+        values.update(zip(stage.writes, made))
+        results += made[len(stage.writes) :]
+    assert len(results) == len(closed.jaxpr.outvars)
+    return results
+
+
+def net(params, x):
+    for w in params:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x**2)
+
+
+def gradient_program(layers=5):
+    params = [np.random.default_rng(k).normal(size=(6, 6)) for k in range(layers)]
+    x = np.random.default_rng(9).normal(size=(4, 6))
+    return jax.make_jaxpr(lambda p, x: jax.grad(net)(p, x)[::-1])(params, x), [*params, x]
+
+
+@pytest.mark.parametrize("groups", [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1]])
+def test_stages_one_after_the_other_give_what_the_program_gives(groups):
+    closed, args = gradient_program()
+    expected = jax.extend.core.jaxpr_as_fun(closed)(*args)
+    for got, want in zip(run_stages(cut(closed, groups), closed, args), expected):
+        np.testing.assert_array_equal(got, want)
+
+
+def heavy(jaxpr):
+    return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+
+
+def test_no_product_is_computed_twice_or_before_it_is_needed():
+    closed, args = gradient_program()
+    stages = cut(closed, [1] * 5)
+    counts = []
+    values = dict(enumerate(args))
+    for stage in stages:
+        read = [values[number] for number in stage.reads]
+        counts.append(heavy(jax.make_jaxpr(stage.run)(*read).jaxpr))
+        values.update(zip(stage.writes, stage.run(*read)))
+    # Five products forward and the last layer's gradient; then, per layer, its input's and its weight's.
+    assert counts == [6, 2, 2, 2, 2]
+    assert sum(counts) == heavy(straighten(closed).jaxpr)
+
+
+def test_a_mask_is_made_anew_and_not_handed_on():
+    closed, _ = gradient_program()
+    first, *_ = cut(closed, [1] * 5)
+    # Of each layer that is still to come only the product is kept, not relu's output or mask; and the cotangent.
+    assert len(first.writes) <= 6
+
+
+def test_a_value_that_only_one_stage_reads_is_free_after_it():
+    stages = cut(gradient_program()[0], [1] * 5)
+    freed = [number for stage in stages for number in stage.frees]
+    assert len(freed) == len(set(freed))
+    assert {number for stage in stages for number in stage.reads} == set(freed)
+
+
+def test_outputs_that_are_inputs_constants_or_shared_are_results_too():
+    table = jnp.arange(3.0)
+    closed = jax.make_jaxpr(lambda x: (x, 2.0, (y := jnp.sin(x) + table), y, jnp.cos(y)))(jnp.ones(3))
+    got = run_stages(cut(closed, [1, 1, 1, 1, 1]), closed, [jnp.ones(3)])
+    for value, want in zip(got, jax.extend.core.jaxpr_as_fun(closed)(jnp.ones(3))):
+        np.testing.assert_array_equal(value, want)
+
+
+def test_a_print_happens_once(capfd):
+    def program(x):
+        jax.debug.print("seen {}", x[0])
+        return jnp.sin(x), jnp.cos(x)
+
+    closed = jax.make_jaxpr(program)(jnp.ones(2))
+    run_stages(cut(closed, [1, 1]), closed, [jnp.ones(2)])
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen") == 1
+
+
+def test_groups_must_hold_all_outputs():
+    closed, _ = gradient_program()
+    with pytest.raises(ValueError, match=r"5 outputs, got \[1, 1\]"):
+        cut(closed, [1, 1])
+
+
+def test_collectives_are_found_at_any_depth():
+    def inside(x):
+        return jax.lax.scan(lambda c, _: (jax.checkpoint(lambda c: jax.lax.pmean(c, "i"))(c), None), x, length=2)[0]
+
+    closed = jax.make_jaxpr(jax.jit(inside), axis_env=[("i", 2)])(1.0)
+    assert len(collectives(closed)) == 1
+    assert not collectives(gradient_program()[0])

@@ -1,0 +1,62 @@
+"""Claims about spans, checked against values by hand: `fddp.timeline`."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fddp.timeline import Span, Timeline
+
+
+def compute(*times):
+    return [Span("compute", f"stage {k}", a, b) for k, (a, b) in enumerate(times)]
+
+
+def send(*times):
+    return [Span("communication", f"bucket {k}", a, b) for k, (a, b) in enumerate(times)]
+
+
+def test_exposed_is_the_traffic_beside_which_nothing_is_computed():
+    line = Timeline((*compute((0, 2), (2, 3)), *send((2, 5), (5, 6))))
+    assert (line.seconds, line.exposed, line.overlap_share) == (6, 3, 0.25)
+
+
+def test_all_is_exposed_when_traffic_comes_after():
+    line = Timeline((*compute((0, 4)), *send((4, 5), (5, 7))))
+    assert (line.exposed, line.overlap_share) == (3, 0)
+
+
+def test_the_bound_starts_each_all_reduce_when_its_stage_is_done_and_the_link_is_free():
+    # Stages of 2, 1, 1 s; all-reduces of 2, 2, 1 s: ready at 2, 3, 4; sent 2-4, 4-6, 6-7; then an update of 1 s.
+    line = Timeline((*compute((0, 2), (2, 3), (3, 4), (9, 10)), *send((4, 6), (6, 8), (8, 9))))
+    assert line.bound() == 8
+
+
+def test_a_step_without_traffic_is_bounded_by_its_computation():
+    assert Timeline(tuple(compute((0, 2), (2, 5)))).bound() == 5
+    assert Timeline(tuple(compute((0, 2)))).overlap_share == 0
+    assert Timeline(()).seconds == 0
+
+
+lengths = st.lists(st.floats(0.01, 5), min_size=1, max_size=6)
+
+
+@given(lengths, st.data())
+def test_no_order_of_events_beats_the_bound(stages, data):
+    """Any run in which an all-reduce waits for its stage and for the link ends at the bound or later."""
+    sends = data.draw(st.lists(st.floats(0.01, 5), min_size=len(stages), max_size=len(stages)))
+    gap = data.draw(st.floats(0, 1))
+    clock, link, spans = 0.0, 0.0, []
+    for length, sent in zip(stages, sends):
+        spans += compute((clock, clock + length))
+        clock += length + gap
+        start = max(clock, link)
+        spans += send((start, start + sent))
+        link = start + sent
+    line = Timeline(tuple(spans))
+    assert line.bound() <= line.seconds + 1e-9
+    assert 0 <= line.overlap_share <= 1 + 1e-9
+    assert line.exposed <= sum(sends) + 1e-9
+
+
+def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
+    text = str(Timeline((*compute((10, 10.002)), *send((10.002, 10.005)))))
+    assert "5.00 ms, 3.00 ms of communication exposed, 0% of it under computation; bound 5.00 ms" in text
