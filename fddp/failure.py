@@ -1,16 +1,17 @@
 """One rank's error ends all ranks, with that rank's message shown.
 
-A rank that dies alone leaves the others waiting inside a collective for ever. So an exception that nobody catches
-first asks whether the other ranks failed too (an error that all can see, a bad option say): then each ends by itself.
-If not, the world is taken down.
+A rank that dies alone leaves the others waiting inside a collective for ever. So an exception that nobody catches first
+asks whether the other ranks fail too (an error that all can see, a bad option say): then each ends by itself. If not,
+the world is taken down. `sys.exit` with a status other than 0 counts as such an exception.
 """
 
+import atexit
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 GRACE_S = 5.0
 
@@ -23,7 +24,7 @@ class Ending(NamedTuple):
     all_failed: Callable[[float], bool]
     """Whether every rank fails within so many seconds."""
     cause: Callable[[], str | None]
-    """Another rank's message, if one failed before."""
+    """The message of a rank that took the world down, if one did."""
     abort: Callable[[], None]
     """Ends this process at once, and with it the others."""
 
@@ -37,26 +38,23 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
       ending: the transport's means.
     """
 
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def end(message: str, details: str) -> None:
         name = f"fddp: rank {rank} of {size}"
-        message = f"{kind.__name__}: {error}"
         cause = ending.cause()
+        if cause is not None:
+            _write(f"{name} ends because of {cause}\n")
+            ending.abort()
         ending.tell(f"rank {rank}: {message}")
         together = ending.all_failed(GRACE_S)
-        if cause is not None:
-            text = f"{name} ends because of {cause}\n"
-        elif together and rank > 0:
-            text = f"{name} failed as the others did: {message}\n"
-        else:
-            text = f"{name} failed:\n{''.join(traceback.format_exception(kind, error, trace))}"
-        # One write: the lines of several ranks must not interleave.
-        sys.stderr.write(text)
-        sys.stderr.flush()
-        sys.stdout.flush()
+        _write(f"{name} failed as the others did: {message}\n" if together and rank else f"{name} failed:\n{details}")
         if not together:
             ending.abort()
 
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
+
     sys.excepthook = on_exception
+    _on_exit(lambda status: end(f"sys.exit({status!r})", f"sys.exit({status!r})\n"))
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
@@ -67,3 +65,23 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def _on_exit(act: Callable[[Any], None]) -> None:
+    """Acts when the interpreter ends after `sys.exit(status)` with another status than 0."""
+    leave, statuses = sys.exit, []
+
+    def exit_noted(status: Any = None, /) -> NoReturn:
+        statuses.append(status)
+        leave(status)
+
+    # The exit hook cannot see the status, and only it knows that nobody caught the SystemExit.
+    sys.exit = exit_noted
+    atexit.register(lambda: act(statuses[-1]) if statuses and statuses[-1] not in (None, 0) else None)
+
+
+def _write(text: str) -> None:
+    # One write: the lines of several ranks must not interleave.
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    sys.stdout.flush()

@@ -130,10 +130,18 @@ class Reducer:
 
         def describe() -> Iterable[str]:
             self._check(state, batch)
-            program = self._trace(state, batch)
+            program, told = self._trace(state, batch)
             found.append((self._order(state, program), self._schedule(program)))
-            lines = [*described("batch", batch), *described("parameter", state.params)]
-            return [f"call {call}", f"schedule {found[0][1]}", *lines]
+            return [
+                f"call {call}",
+                repr(self.options),
+                f"schedule {found[0][1]}",
+                *described("batch", batch),
+                *described("parameter", state.params),
+                *described("model_state", state.model_state),
+                *described("rng", state.rng),
+                *described("loss and aux", told),
+            ]
 
         verify(self.group, "batch or loss", describe)
         ((order, schedule),) = found
@@ -169,16 +177,19 @@ class Reducer:
         """Micro-batches in this process's batch."""
         return self._replicas * self.options.accumulation_steps
 
-    def _trace(self, state: TrainState, batch: Any) -> ClosedJaxpr:
-        """The gradients of one micro-batch of one replica as a program; the loss is checked on the way."""
+    def _trace(self, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
+        """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
 
-        def grads(state: TrainState, batch: Any) -> tuple[Array, ...]:
+        def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
             part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
-            return contribute(self._objective, state.params, _start(state), state.rng, part).sums.grads
+            sums = contribute(self._objective, state.params, _start(state), state.rng, part).sums
+            return sums.grads, (sums.loss, sums.aux)
 
         axis = self.group.axis_name
         try:
-            return jax.make_jaxpr(grads, axis_env=[(axis, self.group.size)] if axis else None)(state, batch)
+            axes = [(axis, self.group.size)] if axis else None
+            closed, (_, told) = jax.make_jaxpr(program, axis_env=axes, return_shape=True)(state, batch)
+            return closed, told
         except NameError as error:
             unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
             if unbound is None:

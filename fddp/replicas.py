@@ -63,10 +63,9 @@ def equal_start(group: Group, tree: Any) -> Any:
 
 def described(title: str, tree: Any) -> list[str]:
     """One line for each leaf of a tree: path, dtype and shape."""
-    return [
-        f"{title} {jax.tree_util.keystr(path, simple=True, separator='/')} {_form(x)}".strip()
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    words = [(title, jax.tree_util.keystr(path, simple=True, separator="/"), _form(x)) for path, x in named]
+    return [" ".join(filter(None, line)) for line in words]
 
 
 def _form(x: Any) -> str:

@@ -100,6 +100,10 @@ def _start(backend: str, launch: Launch, timeout_s: float) -> Group:
         _start_distributed(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
+    if jax.process_count() > 1:
+        end_together(
+            jax.process_index(), jax.process_count(), _service_ending(jax.process_index(), jax.process_count())
+        )
     return replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
 
 
@@ -133,7 +137,6 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
         )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
-    end_together(launch.rank, launch.size, _service_ending(launch))
 
 
 def _agree_on_coordinator(launch: Launch) -> str:
@@ -166,27 +169,31 @@ def _mpi_ending(comm: Any) -> Ending:
     return Ending(tell=lambda message: None, all_failed=all_failed, cause=lambda: None, abort=lambda: comm.Abort(1))
 
 
-def _service_ending(launch: Launch) -> Ending:
+def _service_ending(rank: int, size: int) -> Ending:
     # JAX has no public door to its coordination service, which every process of jax.distributed already talks to.
     from jax._src.distributed import global_state
 
     client: Any = global_state.client
 
-    def told() -> list[tuple[str, str]]:
+    def told(what: str) -> list[str]:
         try:
-            return client.key_value_dir_get("fddp/failed/")
+            return [message for _, message in client.key_value_dir_get(f"fddp/{what}/")]
         except jax.errors.JaxRuntimeError:  # the service went down with rank 0
             return []
 
-    def tell(message: str) -> None:
+    def tell(message: str, what: str = "failed") -> None:
         try:
-            client.key_value_set(f"fddp/failed/{launch.rank}", message)
+            client.key_value_set(f"fddp/{what}/{rank}", message, allow_overwrite=True)
         except jax.errors.JaxRuntimeError:
             return
 
+    def abort() -> None:
+        tell(next((message for message in told("failed") if message.startswith(f"rank {rank}:")), ""), "gone")
+        os._exit(1)
+
     return Ending(
         tell=tell,
-        all_failed=lambda seconds: poll(lambda: len(told()) == launch.size, seconds),
-        cause=lambda: next((message for _, message in told()), None),
-        abort=lambda: os._exit(1),
+        all_failed=lambda seconds: poll(lambda: len(told("failed")) == size, seconds),
+        cause=lambda: next((message for message in told("gone") if message), None),
+        abort=abort,
     )

@@ -1,0 +1,138 @@
+"""Starts real processes: ranks of MPI under mpiexec, or processes that find each other by FDDP_* variables (Gloo).
+
+They get an environment of their own, in which warnings are errors, and an end: no test waits for ever.
+"""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+TESTS = Path(__file__).parent
+WORKERS = TESTS / "workers"
+# Of this process's environment only what finds programs and files: neither its devices nor its launcher.
+INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
+END_S = 5.0
+# XLA's Gloo says so to stdout whenever it connects; nothing silences it.
+GREETING = "[Gloo] Rank "
+
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4jax") is None, reason="mpi4jax is not installed")
+# (backend, processes) of every kind of job that is tested.
+JOBS = [(backend, size) for backend in ("mpi", "gloo") for size in (2, 4)]
+
+
+def case(job: tuple[str, int], *more: object) -> ParameterSet:
+    """A job, and what is tested on it, as a parameter set of pytest."""
+    return pytest.param(*job, *more, marks=[needs_mpi] if job[0] == "mpi" else [])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job."""
+
+    outputs: tuple[str, ...]
+    """What each rank wrote to stdout, then to stderr."""
+    codes: tuple[int | None, ...]
+    """Exit code of each process that was started, mpiexec's alone under MPI; None: still running at the timeout."""
+
+    @property
+    def ended(self) -> bool:
+        return None not in self.codes
+
+    @property
+    def succeeded(self) -> bool:
+        return set(self.codes) == {0}
+
+
+def launch(backend: str, size: int, script: str, *args: object, folder: Path, timeout_s: float, **env: str) -> Outcome:
+    """Runs a worker on so many ranks and waits for its end.
+
+    Args:
+      backend: "mpi" or "gloo".
+      size: number of processes.
+      script: file in tests/workers.
+      *args: its arguments.
+      folder: empty folder for the ranks' output.
+      timeout_s: seconds after which all processes are killed.
+      **env: more environment variables.
+
+    Returns:
+      What became of it; also printed, for pytest shows what a failed test printed.
+    """
+    command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
+    start = _start_mpi if backend == "mpi" else _start_gloo
+    processes = start(size, command, folder, _environment() | env)
+    _wait(processes, timeout_s)
+    codes = tuple(process.poll() for process in processes)
+    _kill(processes)
+    outputs = tuple("".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size))
+    for rank, text in enumerate(outputs):
+        print(f"--- {backend} rank {rank} of {size}\n{text}")
+    print(f"--- exit codes {codes}")
+    return Outcome(outputs, codes)
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return kept | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "JAX_PLATFORMS": "cpu"}
+
+
+def _start_mpi(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(size)]
+    files = [f"-outfile-pattern={folder}/%r.out", f"-errfile-pattern={folder}/%r.err"]
+    return [_start([*mpiexec, *files, *command], folder / "mpiexec", env)]
+
+
+def _start_gloo(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
+    world = {"FDDP_SIZE": str(size), "FDDP_COORDINATOR": f"127.0.0.1:{free_port()}"}
+    return [_start(command, folder / str(rank), {"FDDP_RANK": str(rank), **world, **env}) for rank in range(size)]
+
+
+def _start(command: Sequence[str], output: Path, env: dict[str, str]) -> subprocess.Popen:
+    """A process in a session of its own, so that it can be killed with its children and nobody else."""
+    with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+
+
+def free_port() -> int:
+    """A port at which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            return
+
+
+def _kill(processes: Sequence[subprocess.Popen]) -> None:
+    """Ends what still runs: mpiexec ends its ranks when asked to; what does not hear is killed."""
+    _signal(processes, lambda process: process.terminate())
+    _wait(processes, END_S)
+    _signal(processes, lambda process: os.killpg(process.pid, signal.SIGKILL))
+    _wait(processes, END_S)
+
+
+def _signal(processes: Sequence[subprocess.Popen], send: Callable[[subprocess.Popen], None]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            send(process)
+
+
+def _read(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    return "".join(line for line in lines if not line.startswith(GREETING))

@@ -1,0 +1,112 @@
+"""Replicas on parts of a batch arrive where one device arrives that sees all of it.
+
+Five steps of every model, by SGD with momentum in float32 and by AdamW in float64, on eight replicas in this process
+and on two and four processes under MPI and Gloo. The other side is plain JAX and optax (`workers/trainings.py`).
+"""
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from processes import JOBS, Outcome, case, launch
+from workers import trainings
+from workers.train_all import RUNS, Run, runs, train
+
+import fddp
+
+
+@cache
+def start(model: str, rule: str) -> Any:
+    with trainings.precision(rule):
+        return trainings.start(model, rule)
+
+
+@cache
+def alone(model: str, rule: str) -> trainings.Result:
+    with trainings.precision(rule):
+        return trainings.alone(model, rule, start(model, rule))
+
+
+def assert_equivalent(result: trainings.Result, run: Run) -> None:
+    expected = alone(run.model, run.rule)
+    assert jax.tree.map(form, result) == jax.tree.map(form, expected)
+    assert trainings.relative_error(result, expected) <= trainings.RULES[run.rule].tolerance
+
+
+def form(x: Any) -> tuple[Any, ...]:
+    return x.shape, x.dtype
+
+
+### Eight replicas in this process
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
+    with trainings.precision(run.rule):
+        result = train(group(8), run, start(run.model, run.rule))
+        assert_equivalent(jax.device_get(result), run)
+    for array in jax.tree.leaves(result):
+        copies = {np.asarray(shard.data).tobytes() for shard in array.addressable_shards}
+        assert len(array.addressable_shards) == 8
+        assert len(copies) == 1, "replicas must end bit for bit equal"
+
+
+def test_the_references_have_moved_from_their_start():
+    expected = alone("gpt", "sgd")
+    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), expected.params, start("gpt", "sgd")[0])
+    assert min(jax.tree.leaves(moved)) > 1e-4
+    assert len(set(expected.losses.tolist())) == trainings.STEPS
+
+
+### Processes
+
+Results = Callable[[str, int], tuple[Outcome, list[dict[str, trainings.Result]]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """`results(backend, size)`: what every rank of a job ended with; started once for all runs."""
+
+    @cache
+    def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, trainings.Result]]]:
+        folder = tmp_path_factory.mktemp(f"{backend}-{size}")
+        starts = {(run.model, run.rule): start(run.model, run.rule) for run in runs(backend, size)}
+        (folder / "starts.pickle").write_bytes(pickle.dumps(starts))
+        # Nearly all of the time goes to compiling, most of that to optimizations.
+        quick = "--xla_backend_optimization_level=0"
+        outcome = launch(backend, size, "train_all.py", folder, folder=folder, timeout_s=300, XLA_FLAGS=quick)
+        return outcome, [load(folder / f"result_{rank}.pickle") for rank in range(size)]
+
+    return job
+
+
+def load(path: Path) -> dict[str, trainings.Result]:
+    return pickle.loads(path.read_bytes()) if path.exists() else {}
+
+
+on_every_job = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS])
+
+
+@on_every_job
+def test_a_training_ends_well_and_prints_nothing(backend: str, size: int, results: Results):
+    outcome, _ = results(backend, size)
+    assert outcome.succeeded
+    assert outcome.outputs == ("",) * size
+
+
+@pytest.mark.parametrize(
+    "backend, size, run",
+    [case(job, run) for job in JOBS for run in runs(*job)],
+    ids=str,
+)
+def test_processes_end_where_one_device_does(backend: str, size: int, run: Run, results: Results):
+    _, ranks = results(backend, size)
+    ends = [rank[str(run)] for rank in ranks]
+    assert_equivalent(ends[0], run)
+    for other in ends[1:]:
+        assert jax.tree.map(np.ndarray.tobytes, other) == jax.tree.map(np.ndarray.tobytes, ends[0])

@@ -1,0 +1,149 @@
+"""Processes that train together: what they say to each other, how they differ, and how they end.
+
+Each rank of a job asserts the claims in `workers/*_claims.py` for itself; here every claim becomes a test.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from processes import JOBS, Outcome, case, free_port, launch, needs_mpi
+from workers.claims import HELD
+from workers.hold_claims import claimed
+
+on_every_job = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS])
+on_two_ranks = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS if job[1] == 2])
+
+### What holds while they run
+
+Reports = Callable[[str, int], tuple[Outcome, list[dict[str, str]]]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """`reports(backend, size)`: what every rank found of each claim; started once for all."""
+
+    @cache
+    def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
+        folder = tmp_path_factory.mktemp(f"{backend}-{size}")
+        outcome = launch(backend, size, "hold_claims.py", folder, folder=folder, timeout_s=180)
+        return outcome, [read(folder / f"{rank}.json") for rank in range(size)]
+
+    return job
+
+
+def read(path: Path) -> dict[str, str]:
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+
+
+@on_every_job
+def test_a_job_without_errors_ends_well_and_prints_nothing(backend: str, size: int, reports: Reports):
+    outcome, _ = reports(backend, size)
+    assert outcome.succeeded
+    assert outcome.outputs == ("",) * size
+
+
+@pytest.mark.parametrize(
+    "backend, size, claim",
+    [case(job, name) for job in JOBS for name in claimed(*job)],
+)
+def test_on_every_rank(backend: str, size: int, claim: str, reports: Reports):
+    _, ranks = reports(backend, size)
+    found = {rank: report.get(claim, "not reached") for rank, report in enumerate(ranks)}
+    broken = {rank: text for rank, text in found.items() if text != HELD}
+    assert not broken, "\n".join(f"rank {rank}: {text}" for rank, text in broken.items())
+
+
+### How they meet
+
+
+def joined(folder: Path, backend: str, *args: object, **env: str) -> list[str]:
+    """The line that each rank of two prints about the group that it joined and trained in."""
+    outcome = launch(backend, 2, "joins.py", *args, folder=folder, timeout_s=60, **env)
+    assert outcome.succeeded
+    return [text.removesuffix("\n") for text in outcome.outputs]
+
+
+def test_fddps_variables_make_a_gloo_group(tmp_path: Path):
+    assert joined(tmp_path, "gloo") == [f"gloo {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
+
+
+def test_processes_of_two_devices_are_four_replicas(tmp_path: Path):
+    lines = joined(tmp_path, "gloo", JAX_NUM_CPU_DEVICES="2")
+    assert lines == [f"gloo {rank} of 2, 4 replicas, 0.5" for rank in range(2)]
+
+
+def test_explicit_arguments_win_over_variables(tmp_path: Path):
+    assert joined(tmp_path, "gloo", "arguments", free_port()) == [
+        "gloo 1 of 2, 2 replicas, 0.5",
+        "gloo 0 of 2, 2 replicas, 0.5",
+    ]
+
+
+def test_a_jax_distributed_of_the_users_own_is_adopted(tmp_path: Path):
+    assert joined(tmp_path, "gloo", "adopt") == [f"gloo {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
+
+
+@needs_mpi
+def test_under_mpiexec_mpi_is_picked(tmp_path: Path):
+    assert joined(tmp_path, "mpi") == [f"mpi {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
+
+
+@needs_mpi
+def test_under_mpiexec_gloo_needs_no_coordinator(tmp_path: Path):
+    assert joined(tmp_path, "mpi", "gloo") == [f"gloo {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
+
+
+@needs_mpi
+def test_mpi_on_several_devices_is_an_error(tmp_path: Path):
+    outcome = launch("mpi", 2, "joins.py", "mpi", folder=tmp_path, timeout_s=30, JAX_NUM_CPU_DEVICES="2")
+    assert outcome.ended
+    assert not outcome.succeeded
+    assert "backend 'mpi' drives one device a process, and this one has 2" in outcome.outputs[0]
+
+
+### How they end
+
+
+def ended(folder: Path, backend: str, size: int, how: str) -> tuple[str, ...]:
+    """What each rank shows of a script that ends badly; no process may go on, and none may end as if all were well."""
+    outcome = launch(backend, size, "ends.py", how, folder=folder, timeout_s=30)
+    assert outcome.ended
+    assert 0 not in outcome.codes
+    return outcome.outputs
+
+
+@on_every_job
+def test_an_error_on_one_rank_ends_all_and_is_shown(backend: str, size: int, tmp_path: Path):
+    *others, last = ended(tmp_path, backend, size, "raise")
+    assert f"fddp: rank {size - 1} of {size} failed:\nTraceback" in last
+    assert f"RuntimeError: rank {size - 1} has had enough" in last
+    assert "Traceback" not in "".join(others), "the others' errors only follow from it"
+
+
+@on_two_ranks
+def test_an_error_on_rank_0_ends_all_and_is_shown(backend: str, size: int, tmp_path: Path):
+    first, _ = ended(tmp_path, backend, size, "raise_on_rank_0")
+    assert "RuntimeError: rank 0 has had enough" in first
+
+
+@on_two_ranks
+def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, size: int, tmp_path: Path):
+    first, last = ended(tmp_path, backend, size, "differ")
+    assert first.count("Traceback") == 1
+    assert last.startswith("fddp: rank 1 of 2 failed as the others did: ValueError: ranks differ")
+    for text in (first, last):
+        assert "float32[1]" in text
+        assert "float32[2]" in text
+
+
+@on_two_ranks
+def test_sys_exit_on_one_rank_ends_all(backend: str, size: int, tmp_path: Path):
+    ended(tmp_path, backend, size, "exit")
+
+
+@on_two_ranks
+def test_a_killed_rank_ends_all(backend: str, size: int, tmp_path: Path):
+    ended(tmp_path, backend, size, "killed")

@@ -1,0 +1,35 @@
+"""Scripts that end badly on one rank, the last, while the others train on: `ends.py HOW`."""
+
+import os
+import signal
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+
+
+def end(how: str, group: fddp.Group) -> None:
+    if how == "raise":
+        raise RuntimeError(f"rank {group.rank} has had enough")
+    if how == "exit":
+        sys.exit(3)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(how: str) -> None:
+    group = fddp.init()
+    ends = group.rank == (0 if how == "raise_on_rank_0" else group.size - 1)
+    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group)
+    state = step.init(jnp.zeros(2 if how == "differ" and ends else 1))
+    for number in range(100_000):
+        if ends and number == 3:
+            end(how.removesuffix("_on_rank_0"), group)
+        state, _ = step(state, np.zeros((4, 1), np.float32))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,134 @@
+"""What ranks say to each other outside of steps: values that can be computed by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from workers.claims import claim, error_of
+
+import fddp
+
+
+@claim()
+def the_group_knows_its_place(group: fddp.Group):
+    assert 0 <= group.rank < group.processes == group.size
+    assert group.all_gather(group.rank).tolist() == list(range(group.size))
+    assert fddp.init() is group
+
+
+@claim()
+def all_gather_stacks_in_order_of_rank(group: fddp.Group):
+    mine = np.array([[group.rank, 10.0 * group.rank]], np.float64)
+    rows = group.all_gather(mine)
+    assert rows.dtype == np.float64
+    assert rows.tolist() == [[[r, 10.0 * r]] for r in range(group.size)]
+
+
+@claim()
+def all_gather_keeps_every_dtype(group: fddp.Group):
+    for dtype in (bool, np.int8, np.uint64, np.float16, jnp.bfloat16, np.float64, np.complex128):
+        mine = np.full(3, group.rank, dtype)
+        rows = group.all_gather(mine)
+        assert rows.dtype == mine.dtype
+        assert all(rows[r].tobytes() == np.full(3, r, dtype).tobytes() for r in range(group.size))
+
+
+@claim()
+def all_gather_of_nothing_is_nothing(group: fddp.Group):
+    assert group.all_gather(np.zeros((0, 3), np.float32)).shape == (group.size, 0, 3)
+
+
+@claim()
+def all_reduce_sums_and_finds_extremes(group: fddp.Group):
+    mine = np.array([group.rank, -group.rank], np.int64)
+    last = group.size - 1
+    assert group.all_reduce(mine).tolist() == [last * group.size // 2, -last * group.size // 2]
+    assert group.all_reduce(mine, "max").tolist() == [last, 0]
+    assert group.all_reduce(mine, "min").tolist() == [0, -last]
+    assert group.all_reduce(0.5).tolist() == group.size / 2
+
+
+@claim()
+def another_operation_is_an_error(group: fddp.Group):
+    assert "'mean'" in error_of(lambda: group.all_reduce(1.0, "mean"))
+
+
+@claim()
+def broadcast_gives_the_roots_bits(group: fddp.Group):
+    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(np.float32)  # a NaN with a payload, and -0.0
+    for root in (0, group.size - 1):
+        theirs = {
+            "bf16": jnp.full((2, 1), 1.5, jnp.bfloat16),
+            "empty": np.zeros((0, 4), np.float32),
+            "float64": np.array([1 / 3], np.float64),
+            "key": jax.random.key(7),
+            "nan": nan,
+            "number": 3,
+            "uint8": np.arange(5, dtype=np.uint8),
+        }
+        mine = theirs if group.rank == root else jax.tree.map(_other, theirs)
+        got = group.broadcast(mine, root)
+        assert jax.tree.structure(got) == jax.tree.structure(theirs)
+        assert jnp.array_equal(jax.random.key_data(got.pop("key")), jax.random.key_data(theirs.pop("key")))
+        for name, value in theirs.items():
+            assert np.asarray(got[name]).dtype == np.asarray(value).dtype, name
+            assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+def _other(x):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key(8)
+    return np.zeros_like(np.asarray(x))
+
+
+@claim()
+def broadcast_of_nothing_is_nothing(group: fddp.Group):
+    assert group.broadcast({"none": None, "empty": ()}) == {"none": None, "empty": ()}
+
+
+@claim()
+def broadcast_from_a_rank_that_is_not_there_is_an_error(group: fddp.Group):
+    assert str(group.size) in error_of(lambda: group.broadcast(1.0, root=group.size))
+
+
+@claim()
+def nobody_passes_a_barrier_alone(group: fddp.Group):
+    for _ in range(3):
+        group.barrier()
+
+
+@claim()
+def a_subgroup_numbers_its_ranks_anew(group: fddp.Group):
+    backwards = group.subgroup(range(group.size)[::-1])
+    assert (backwards.rank, backwards.size) == (group.size - 1 - group.rank, group.size)
+    assert backwards.all_gather(group.rank).tolist() == list(range(group.size))[::-1]
+    assert backwards.broadcast(np.int32(group.rank)) == group.size - 1
+
+
+@claim()
+def a_subgroup_of_one_is_alone(group: fddp.Group):
+    alone = group.subgroup([group.rank])
+    assert (alone.rank, alone.size, alone.processes) == (0, 1, 1)
+    assert alone.all_gather(group.rank).tolist() == [group.rank]
+
+
+@claim(sizes=(4,))
+def two_pairs_do_not_hear_each_other(group: fddp.Group):
+    first = group.rank // 2 * 2
+    pair = group.subgroup([first, first + 1])
+    assert (pair.rank, pair.size) == (group.rank % 2, 2)
+    assert pair.all_reduce(group.rank) == 2 * first + 1
+    assert pair.broadcast(np.int64(group.rank), root=1) == first + 1
+    pair.barrier()
+
+
+@claim()
+def a_subgroup_has_the_groups_backend(group: fddp.Group):
+    assert group.subgroup(range(group.size)).backend == group.backend
+
+
+@claim()
+def a_subgroup_without_this_rank_is_an_error(group: fddp.Group):
+    others = [r for r in range(group.size) if r != group.rank]
+    assert f"rank {group.rank} is not in" in error_of(lambda: group.subgroup(others))
+    assert "different" in error_of(lambda: group.subgroup([group.rank, group.rank]))
+    assert "different" in error_of(lambda: group.subgroup([group.rank, group.size]))

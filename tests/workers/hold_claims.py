@@ -1,0 +1,26 @@
+"""Holds all claims, or the named ones, on every rank of this job: `hold_claims.py FOLDER [NAME ...]`."""
+
+import sys
+from pathlib import Path
+
+from workers import group_claims, mismatch_claims, training_claims
+from workers.claims import Claim, claims_of, hold
+
+import fddp
+
+CLAIMS = claims_of(group_claims, training_claims, mismatch_claims)
+
+
+def claimed(backend: str, size: int) -> dict[str, Claim]:
+    """The claims made for a kind of job."""
+    return {name: claim for name, claim in CLAIMS.items() if backend in claim.backends and size in claim.sizes}
+
+
+def main(folder: Path, *names: str) -> None:
+    group = fddp.init()
+    chosen = {name: CLAIMS[name] for name in names} or claimed(group.backend, group.processes)
+    hold(chosen, group, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,254 @@
+"""What steps make of ranks that hold different values, on problems small enough for paper.
+
+Most train w under the loss mean((w - x)²) by SGD with rate 0.5: one step takes w to the mean of the x.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from workers.claims import claim, error_of
+
+import fddp
+
+RATE = 0.5
+
+
+def square(w: Any, x: Any) -> jax.Array:
+    return jnp.mean((w - x) ** 2)
+
+
+def towards_the_mean(group: fddp.Group, **options: Any) -> fddp.TrainStep:
+    return fddp.train_step(square, optax.sgd(RATE), group=group, **options)
+
+
+def rows(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def same_on_all_ranks(group: fddp.Group, tree: Any) -> bool:
+    data = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    gathered = group.all_gather(np.frombuffer(data, np.uint8))
+    return bool(np.all(gathered == gathered[0]))
+
+
+### Starts
+
+
+@claim()
+def a_step_starts_from_rank_0s_values_bit_for_bit(group: fddp.Group):
+    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(np.float32)  # a NaN with a payload, and -0.0
+    theirs = {
+        "bf16": np.full((2, 1), 1.5, jnp.bfloat16),
+        "empty": np.zeros((0, 2), np.float32),
+        "float64": np.array([1 / 3], np.float64),
+        "int": np.array([2**31 - 1], np.int32),
+        "nan": nan,
+        "scalar": np.float32(0.1),
+    }
+    mine = theirs if group.rank == 0 else jax.tree.map(np.zeros_like, theirs)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        step = fddp.train_step(lambda p, x: jnp.mean(x), optax.sgd(0.1), group=group)
+        state = step.init(mine, model_state={"key": jax.random.key(group.rank)}, rng=jax.random.key(group.rank))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    for name, value in theirs.items():
+        assert state.params[name].dtype == value.dtype, name
+        assert np.asarray(state.params[name]).tobytes() == value.tobytes(), name
+    for key in (state.rng, state.model_state["key"]):
+        assert np.array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(0)))
+
+
+@claim()
+def init_leaves_the_callers_arrays_alone(group: fddp.Group):
+    mine = jnp.full(2, group.rank, jnp.float32)
+    step = towards_the_mean(group)
+    state, _ = step(step.init(mine), rows(1.0))
+    assert mine.tolist() == [group.rank] * 2
+    assert same_on_all_ranks(group, state.params)
+
+
+### Means
+
+
+@claim()
+def a_step_takes_the_mean_over_ranks(group: fddp.Group):
+    for schedule in ("fused", "staged", "after", "auto"):
+        step = towards_the_mean(group, schedule=schedule)
+        state, info = step(step.init(jnp.zeros(())), rows(group.rank, group.rank))
+        numbers = np.arange(group.size)
+        assert float(state.params) == numbers.mean(), schedule
+        assert float(info.loss) == (numbers**2).mean(), schedule
+
+
+@claim()
+def value_and_grad_takes_the_mean_over_ranks(group: fddp.Group):
+    f = fddp.value_and_grad(square, group=group)
+    loss, grad = f(jnp.zeros(()), rows(group.rank))
+    numbers = np.arange(group.size)
+    assert (float(loss), float(grad)) == ((numbers**2).mean(), -2 * numbers.mean())
+
+
+@claim()
+def metrics_are_averaged_over_ranks(group: fddp.Group):
+    step = fddp.train_step(lambda w, x: (square(w, x), {"row": x[0]}), optax.sgd(RATE), group=group, has_aux=True)
+    _, info = step(step.init(jnp.zeros(())), rows(group.rank))
+    assert float(info.aux["row"]) == np.arange(group.size).mean()
+
+
+@claim()
+def no_sync_waits_for_the_next_step(group: fddp.Group):
+    step = towards_the_mean(group)
+    state, own = step.no_sync(step.init(jnp.zeros(())), rows(group.rank))
+    assert float(own.loss) == group.rank**2, "of this rank's rows alone"
+    assert float(state.params) == 0
+    state, _ = step(state, rows(group.rank + 1))
+    assert float(state.params) == np.arange(group.size).mean() + 0.5
+
+
+@claim()
+def a_shorter_last_batch_on_one_rank_counts_as_much(group: fddp.Group):
+    for schedule in ("fused", "staged", "after"):
+        step = towards_the_mean(group, schedule=schedule)
+        state, _ = step(step.init(jnp.zeros(())), rows(0, 0, 0, 0))
+        short = group.rank == group.size - 1
+        state, info = step(state, rows(8, 8) if short else rows(0, 0, 0, 0))
+        assert float(state.params) == 8 / group.size, f"{schedule}: the mean of the ranks' means"
+        assert float(info.loss) == 64 / group.size, schedule
+
+
+@claim()
+def parameters_in_bfloat16_are_trained(group: fddp.Group):
+    for schedule in ("fused", "staged", "after"):
+        step = towards_the_mean(group, schedule=schedule)
+        state, info = step(step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None])
+        assert state.params.dtype == jnp.bfloat16
+        assert state.params.tolist() == [np.arange(group.size).mean() / 2] * 2, schedule
+        assert info.loss.dtype == jnp.float32
+
+
+@claim()
+def parameters_without_a_gradient_stay(group: fddp.Group):
+    step = fddp.train_step(lambda p, x: square(p["w"], x), optax.sgd(RATE), group=group)
+    state, _ = step(step.init({"count": jnp.int32(3), "w": jnp.zeros(())}), rows(group.rank))
+    assert int(state.params["count"]) == 3
+    assert float(state.params["w"]) == np.arange(group.size).mean()
+
+
+@claim(sizes=(4,))
+def two_pairs_train_apart(group: fddp.Group):
+    first = group.rank // 2 * 2
+    pair = group.subgroup([first, first + 1])
+    for schedule in ("fused", "staged", "after"):
+        step = towards_the_mean(pair, schedule=schedule)
+        state, info = step(step.init(jnp.float32(group.rank)), rows(group.rank))
+        assert float(state.params) == first + 0.5, schedule
+        assert float(info.loss) == 0.5, f"{schedule}: each pair starts from its own first rank"
+
+
+@claim()
+def two_jobs_of_one_group_do_not_meet(group: fddp.Group):
+    one, two = towards_the_mean(group), towards_the_mean(group.subgroup(range(group.size)))
+    a, b = one.init(jnp.zeros(())), two.init(jnp.ones(()))
+    for _ in range(2):
+        a, _ = one(a, rows(group.rank))
+        b, _ = two(b, rows(group.rank + 1))
+    assert float(b.params) == float(a.params) + 1
+
+
+### Buffers and random keys
+
+
+def keep_mean(w: Any, x: Any, *, model_state: Any) -> Any:
+    return square(w, x) + 0 * model_state["seen"], ({"calls": model_state["calls"] + 1, "seen": jnp.mean(x)}, None)
+
+
+@claim()
+def rank_0s_buffers_are_everybodys(group: fddp.Group):
+    for schedule in ("fused", "staged", "after"):
+        step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule)
+        state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(2**30), "seen": jnp.float32(group.rank + 5)})
+        assert float(state.model_state["seen"]) == 5
+        state, _ = step(state, rows(group.rank + 3))
+        assert float(state.model_state["seen"]) == 3, f"{schedule}: what rank 0 saw"
+        assert int(state.model_state["calls"]) == 2**30 + 1, "exact, though it travels among floats"
+
+
+@claim()
+def without_broadcast_every_rank_keeps_its_buffers(group: fddp.Group):
+    for schedule in ("fused", "staged", "after"):
+        step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule, broadcast_buffers=False)
+        state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)})
+        for number in range(2):
+            state, _ = step(state, rows(group.rank + number))
+        mine = state.model_state["seen"].addressable_shards[0].data
+        assert float(mine) == group.rank + 1, schedule
+
+
+@claim()
+def random_keys_differ_between_ranks_and_steps(group: fddp.Group):
+    def draw(w: Any, x: Any, *, rng: Any) -> Any:
+        number = jax.random.uniform(rng)
+        return square(w, x), {"number": number}
+
+    step = fddp.train_step(draw, optax.sgd(RATE), group=group, has_aux=True)
+    state, drawn = step.init(jnp.zeros(()), rng=jax.random.key(1)), []
+    for _ in range(2):
+        _, mine = step.no_sync(jax.tree.map(jnp.copy, state), rows(1.0))
+        drawn.extend(group.all_gather(np.asarray(mine.aux["number"])).tolist())
+        state, info = step(state, rows(1.0))
+        assert np.isclose(float(info.aux["number"]), np.mean(drawn[-group.size :])), "the step draws the same"
+    assert len(set(drawn)) == 2 * group.size
+
+
+### Collectives of the loss itself
+
+
+def centred(w: Any, x: Any) -> jax.Array:
+    return square(w, x - jax.lax.pmean(jnp.mean(x), "replica"))
+
+
+@claim(backends=("gloo",))
+def a_loss_may_have_collectives_over_the_groups_axis(group: fddp.Group):
+    step = fddp.train_step(centred, optax.sgd(RATE), group=group)
+    _, info = step(step.init(jnp.zeros(())), rows(group.rank))
+    assert float(info.loss) == np.arange(group.size).var()
+
+
+@claim(backends=("gloo",))
+def a_staged_loss_with_collectives_is_an_error(group: fddp.Group):
+    step = fddp.train_step(centred, optax.sgd(RATE), group=group, schedule="staged")
+    state = step.init(jnp.zeros(()))
+    message = error_of(lambda: step(state, rows(group.rank)))
+    assert "schedule='fused'" in message
+
+
+@claim(backends=("mpi",))
+def under_mpi_a_loss_with_collectives_is_an_error(group: fddp.Group):
+    assert group.axis_name is None
+    step = fddp.train_step(centred, optax.sgd(RATE), group=group)
+    state = step.init(jnp.zeros(()))
+    message = error_of(lambda: step(state, rows(group.rank)))
+    assert "replica" in message
+    assert "'mpi' has no mesh axis" in message
+    assert "'gloo'" in message
+
+
+@claim(backends=("mpi",))
+def under_mpi_cross_replica_batch_norm_is_an_error(group: fddp.Group):
+    from workers.trainings import batch, linen
+
+    from models import resnet
+
+    model = linen("resnet-bn", "sgd", axis_name="replica")
+    rows = batch("resnet-bn", 0)
+    params, model_state = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype),
+        jax.eval_shape(lambda key: resnet.init(model, key, rows), jax.random.key(0)),
+    )
+    step = fddp.train_step(resnet.loss_fn(model), optax.sgd(RATE), group=group)
+    state = step.init(params, model_state=model_state)
+    assert "'mpi' has no mesh axis" in error_of(lambda: step(state, rows))
