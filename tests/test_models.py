@@ -118,9 +118,7 @@ def test_models_are_deterministic_under_jit(name):
     jax.tree.map(np.testing.assert_array_equal, evaluate(name), compiled(name)(*again, batch))
 
 
-@pytest.mark.parametrize(
-    ("name", "choices"), [("resnet", 10), ("resnet-gn", 10), ("bert", 256), ("gpt", 256)]
-)
+@pytest.mark.parametrize(("name", "choices"), [("resnet", 10), ("resnet-gn", 10), ("bert", 256), ("gpt", 256)])
 def test_a_fresh_model_guesses_among_all_choices(name, choices):
     (loss, (_, aux)), _ = evaluate(name)
     assert abs(loss - math.log(choices)) < 0.1 * math.log(choices)
@@ -132,9 +130,7 @@ def test_float64_stays_float64(name):
     module, model = TINY[name]
     with jax.enable_x64(True):
         model = model.clone(dtype=jnp.float64, param_dtype=jnp.float64)
-        batch = {
-            k: v.astype(float) if v.dtype == np.float32 else v for k, v in module.batch(model, ROWS).items()
-        }
+        batch = {k: v.astype(float) if v.dtype == np.float32 else v for k, v in module.batch(model, ROWS).items()}
         args = shapes(module, model, batch)
         assert all(x.dtype == jnp.float64 for x in jax.tree.leaves(args[:2]))
         # Not one intermediate of forward and backward is narrower: none of the digits is lost on the way.

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import JOBS, Outcome, case, free_port, launch, needs_mpi
+from processes import JOBS, Outcome, case, free_port, launch
 from workers.claims import HELD
 from workers.hold_claims import claimed
 
@@ -86,17 +86,14 @@ def test_a_jax_distributed_of_the_users_own_is_adopted(tmp_path: Path):
     assert joined(tmp_path, "gloo", "adopt") == [f"gloo {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
 
 
-@needs_mpi
 def test_under_mpiexec_mpi_is_picked(tmp_path: Path):
     assert joined(tmp_path, "mpi") == [f"mpi {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
 
 
-@needs_mpi
 def test_under_mpiexec_gloo_needs_no_coordinator(tmp_path: Path):
     assert joined(tmp_path, "mpi", "gloo") == [f"gloo {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
 
 
-@needs_mpi
 def test_mpi_on_several_devices_is_an_error(tmp_path: Path):
     outcome = launch("mpi", 2, "joins.py", "mpi", folder=tmp_path, timeout_s=30, JAX_NUM_CPU_DEVICES="2")
     assert outcome.ended

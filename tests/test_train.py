@@ -50,7 +50,7 @@ def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Pat
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     output = run(str(MPIEXEC), "-n", "2", sys.executable, SCRIPT, *TINY, cwd=tmp_path)
     assert output.count("test accuracy") == 1, output
-    for words in ("ResNet tiny", "2 × cpu", "backend mpi", "4/4 steps", "training loss", "samples/s", "1 buckets"):
+    for words in ("ResNet tiny", "2 × cpu", "backend mpi", "4/4 steps", "training loss", "samples/s", "in 1 bucket"):
         assert words in output, output
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
