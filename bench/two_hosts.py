@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess
         f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
     )
     launcher.chmod(0o755)
-    over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "NPROC": "2"}
+    over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
     mpiexec = Path(sys.executable).with_name("mpiexec")
     hosts = ["-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", ",".join(ADDRESSES), "-ppn", "1", "-n", "2"]
     # mpiexec lives on the first host: the second reaches it over the wire.
@@ -96,11 +97,16 @@ def _set_up(rate: str) -> None:
         hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
     _ip("link", "add", "wire", "netns", NAMES[0], "type", "veth", "peer", "name", "wire", "netns", NAMES[1])
     for name, address in zip(NAMES, ADDRESSES):
+        # No IPv6: for a second or two its addresses cannot be bound yet, and MPI may pick one.
+        _ip("-n", name, "link", "set", "wire", "addrgenmode", "none")
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
         _ip("-n", name, "link", "set", "wire", "up")
         _ip("-n", name, "link", "set", "lo", "up")
         shape = ["tc", "qdisc", "add", "dev", "wire", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         subprocess.run(["ip", "netns", "exec", name, *shape], check=True)
+    for name in NAMES:
+        while b"state UP" not in subprocess.check_output(["ip", "-n", name, "link", "show", "wire"]):
+            time.sleep(0.05)
 
 
 def _take_down() -> None:
