@@ -88,7 +88,9 @@ class Reducer:
     def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
         """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
         rows = self._rows(state, batch, "no_sync")
-        accumulated, means = self._hold(state._replace(accumulated=None), state.accumulated, rows)
+        accumulated, means = self._hold(
+            state._replace(accumulated=None), state.accumulated, self.group.member.feed(rows)
+        )
         return state._replace(accumulated=accumulated), means
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -117,13 +119,13 @@ class Reducer:
         return make_plan(params, order=chosen[::-1], **self.options.caps)
 
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
-        """Brings a batch to the replicas; the first one settles the plan."""
+        """A batch that fits; the first one settles the plan."""
         refuse_tracers((state.params, batch))
         if self._runner is None:
             self._settle(state, batch, call)
         else:
             self._check(state, batch)
-        return self.group.member.place(batch, self.group.member.own)
+        return batch
 
     def _settle(self, state: TrainState, batch: Any, call: str) -> None:
         found: list[tuple[tuple[int, ...], str]] = []

@@ -32,7 +32,8 @@ class Runner(NamedTuple):
     """A step that can be run."""
 
     run: Callable[[Any, Any, Any], Any]
-    """(state, pending, rows) → the step's result; state is equal everywhere, pending and rows each replica's own."""
+    """(state, pending, rows) → the step's result; state is equal everywhere, pending each replica's own, rows this
+    process's, wherever they are."""
     lower: Callable[[Any, Any, Any], jax.stages.Lowered] | None
     """The step as XLA gets it, where it is one program."""
     timeline: Callable[[], Timeline] | None
@@ -61,7 +62,14 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
 
     own = member.own
     program = member.program(step, (EVERYWHERE, own, own), EVERYWHERE, donate=(0,) if donate else ())
-    return Runner(program, program.lower, None)
+
+    def run(state: Any, pending: Any, rows: Any) -> Any:
+        return program(state, pending, member.feed(rows))
+
+    def lower(state: Any, pending: Any, rows: Any) -> jax.stages.Lowered:
+        return program.lower(state, pending, member.feed(rows))
+
+    return Runner(run, lower, None)
 
 
 def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
@@ -83,7 +91,7 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
     def run(state: Any, pending: Any, rows: Any) -> Any:
         spans.clear()
         clock = perf_counter()
-        wires, kept = jax.block_until_ready(local(state, pending, rows))
+        wires, kept = jax.block_until_ready(local(state, pending, member.feed(rows)))
         spans.append(Span("compute", "backward", clock, perf_counter()))
         sent = [_sent(member, k, wire) for k, wire in enumerate(wires.arrays)]
         spans.extend(span for _, span in sent)
@@ -105,11 +113,13 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner; stages are cut and compiled once for each form of its arguments.
     """
+    own = member.own
     finish = _finish(member, pieces, donate)
     programs: dict[Any, _Staged] = {}
     spans: list[Span] = []
 
     def run(state: Any, pending: Any, rows: Any) -> Any:
+        rows = member.place(rows, own)
         leaves, treedef = jax.tree.flatten((state, pending, rows))
         form = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if form not in programs:
