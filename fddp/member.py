@@ -21,7 +21,7 @@ EVERYWHERE = PartitionSpec()
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
 ALIGNMENT = 64
-POLL_S = 2e-4
+FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 1e-3
 
 # XLA would merge all buckets into one all-reduce (on CPU without any limit, on GPU up to 30 MiB), and before Hopper
 # its GPU scheduler overlaps nothing unless told to. Options of another platform are ignored.
@@ -147,13 +147,16 @@ def mpi_member(comm: Any) -> Member:
         return mpi4jax.allreduce(_mpi_word(x), op=MPI.SUM, comm=wire).astype(x.dtype)
 
     def reduce(x: jax.Array) -> jax.Array:
-        # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked now and then,
-        # leaves it free. Bench: bench/overlap.py.
+        # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less
+        # often, leaves it free. On two hosts (bench/overlap.py, MLP) longest waits of 0.5 and 1 ms are alike, 2 and
+        # 4 ms are worse.
         sent = np.asarray(_mpi_word(x))
         received = _aligned_like(sent)
         request = between.Iallreduce(sent, received, op=MPI.SUM)
+        wait = FIRST_WAIT_S
         while not request.Test():
-            time.sleep(POLL_S)
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
         return jax.device_put(received, device).astype(x.dtype)
 
     def place(tree: Any, spec: PartitionSpec) -> Any:

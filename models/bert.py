@@ -115,9 +115,7 @@ class Bert(nn.Module):
             x = norm(name=f"attention_norm_{i}")(x + drop(attention(x)))
             x = norm(name=f"feed_forward_norm_{i}")(x + drop(feed_forward(x)))
 
-        x = nn.gelu(
-            nn.Dense(self.width, kernel_init=normal_init, name="head", **dtypes)(x), approximate=False
-        )
+        x = nn.gelu(nn.Dense(self.width, kernel_init=normal_init, name="head", **dtypes)(x), approximate=False)
         bias = self.param("bias", nn.initializers.zeros, (self.vocabulary,), self.param_dtype)
         logits = embed.attend(norm(name="head_norm")(x))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) + bias

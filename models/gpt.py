@@ -23,9 +23,7 @@ from jaxtyping import Array, Float, Int
 ### Layers
 
 
-def rotary(
-    x: Float[Array, "B T N h"], positions: Int[Array, " T"], base: float = 10_000.0
-) -> Float[Array, "B T N h"]:
+def rotary(x: Float[Array, "B T N h"], positions: Int[Array, " T"], base: float = 10_000.0) -> Float[Array, "B T N h"]:
     """Turns every pair of coordinates (i, i + h/2) by an angle that grows with the position.
 
     The inner product of two turned vectors depends on their positions only through the difference.

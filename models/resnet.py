@@ -25,9 +25,7 @@ from jaxtyping import Array, Float, Int
 Layer = Callable[..., nn.Module]
 
 
-def batch_norm(
-    *, train: bool, axis_name: str | None, dtype: DTypeLike, param_dtype: DTypeLike
-) -> nn.BatchNorm:
+def batch_norm(*, train: bool, axis_name: str | None, dtype: DTypeLike, param_dtype: DTypeLike) -> nn.BatchNorm:
     """Normalises over the batch (over all replicas of `axis_name`, if given) and keeps running averages."""
     return nn.BatchNorm(
         use_running_average=not train,
@@ -209,8 +207,6 @@ def batch(model: ResNet | str, rows: int, seed: int = 0, size: int | None = None
     }
 
 
-def _score(
-    logits: Any, labels: Int[Array, " B"] | np.ndarray
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+def _score(logits: Any, labels: Int[Array, " B"] | np.ndarray) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return loss, {"accuracy": jnp.mean(logits.argmax(-1) == labels, dtype=loss.dtype)}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 from fddp.program import collectives, straighten
 from fddp.stages import cut
@@ -37,7 +38,7 @@ def gradient_program(layers=5):
 @pytest.mark.parametrize("groups", [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1]])
 def test_stages_one_after_the_other_give_what_the_program_gives(groups):
     closed, args = gradient_program()
-    expected = jax.extend.core.jaxpr_as_fun(closed)(*args)
+    expected = jaxpr_as_fun(closed)(*args)
     for got, want in zip(run_stages(cut(closed, groups), closed, args), expected):
         np.testing.assert_array_equal(got, want)
 
@@ -78,7 +79,7 @@ def test_outputs_that_are_inputs_constants_or_shared_are_results_too():
     table = jnp.arange(3.0)
     closed = jax.make_jaxpr(lambda x: (x, 2.0, (y := jnp.sin(x) + table), y, jnp.cos(y)))(jnp.ones(3))
     got = run_stages(cut(closed, [1, 1, 1, 1, 1]), closed, [jnp.ones(3)])
-    for value, want in zip(got, jax.extend.core.jaxpr_as_fun(closed)(jnp.ones(3))):
+    for value, want in zip(got, jaxpr_as_fun(closed)(jnp.ones(3))):
         np.testing.assert_array_equal(value, want)
 
 
