@@ -82,7 +82,7 @@ def per_bucket(rounds: int) -> dict[int, dict[str, float]]:
     runs = {}
     for count in BUCKETS:
         cap = layers // count * width * width * 4 / 2**20
-        caps = {"bucket_cap_mb": cap, "first_bucket_mb": cap, "last_bucket_mb": cap}
+        caps: Any = {"bucket_cap_mb": cap, "first_bucket_mb": cap, "last_bucket_mb": cap}
         step = fddp.train_step(loss_fn, OPTIMIZER, schedule="staged", **caps)
         runs[count] = _runner(step, step.init(params), batch)
     seconds = interleave({str(count): run for count, run in runs.items()}, rounds=10 * rounds)

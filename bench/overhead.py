@@ -69,7 +69,7 @@ def measure(module: Any, preset: str, rows: int, *, rounds: int) -> dict[str, An
 
 def needed(lowered: jax.stages.Lowered) -> int:
     """Bytes that a program allocates."""
-    memory = lowered.compile().memory_analysis()
+    memory: Any = lowered.compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fddp.program import differentiable, merge, split
+from fddp.program import merge, split
 
 
 class Sums(NamedTuple):
     """Weighted sums of what micro-batches contribute."""
 
     grads: Any
-    """Σ w·g for each differentiable leaf of the parameters, in the order of the leaves."""
+    """Σ w·g for each trained leaf of the parameters, in the order of the leaves."""
     weight: Float[Array, ""]
     loss: Float[Array, ""]
     aux: Any
@@ -67,12 +67,15 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
     return objective
 
 
-def contribute(objective: Objective, params: Any, pending: Pending, key: Any, batch: Any) -> Pending:
+def contribute(
+    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
+) -> Pending:
     """Adds one micro-batch's gradients, loss and metrics to what is pending.
 
     Args:
       objective: the loss, from `make_objective`.
-      params: parameters; gradients are taken with respect to their float leaves.
+      chosen: which leaves of the parameters to take gradients of.
+      params: parameters.
       pending: what was gathered so far.
       key: random key of this step, micro-batch and replica, or None.
       batch: rows of one micro-batch.
@@ -81,7 +84,6 @@ def contribute(objective: Objective, params: Any, pending: Pending, key: Any, ba
       What is pending now.
     """
     leaves, treedef = jax.tree.flatten(params)
-    chosen = differentiable(leaves)
     trainable, fixed = split(chosen, leaves)
 
     def loss(trainable: Sequence[Array]) -> tuple[Array, tuple[Array, Array, Any, Any]]:

@@ -1,7 +1,7 @@
 """The options of `train_step` and `value_and_grad`, named as DDP names them, checked where they are given."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 SCHEDULES = ("auto", "fused", "staged", "after")
@@ -14,6 +14,7 @@ class Options:
 
     Raises:
       ValueError: a value out of its range; the message says which and what to give.
+      TypeError: `ignore` is no function.
     """
 
     bucket_cap_mb: float = 25
@@ -26,8 +27,14 @@ class Options:
     """"ready": as the gradients' program delivers them; "reverse": the reverse of the leaves, DDP's guess."""
     accumulation_steps: int = 1
     """Micro-batches a step; one synchronization for all of them."""
+    find_unused_parameters: bool = False
+    """Reserved: parameters that a step does not use are trained with a zero gradient, as jax.grad gives it."""
     broadcast_buffers: bool = True
     """Whether the model state of rank 0 is every replica's at the next forward; else each keeps its own."""
+    hook: None = None
+    """Reserved: a function of each bucket in place of the plain sum."""
+    ignore: Callable[[str], bool] | None = field(default=None, repr=False)
+    """True for the path ("Dense_0/kernel") of a parameter that is to be left alone: neither sent nor trained."""
     schedule: str = "auto"
     """"fused": one program; "staged": cut where buckets become ready; "after": traffic last; "auto" picks."""
     donate: bool = True
@@ -44,6 +51,11 @@ class Options:
         for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        for name, only in (("find_unused_parameters", False), ("hook", None)):
+            if getattr(self, name) is not only:
+                raise ValueError(f"{name} can only be {only} in this version of fddp, got {getattr(self, name)!r}.")
+        if self.ignore is not None and not callable(self.ignore):
+            raise TypeError(f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}.")
         for name in ("broadcast_buffers", "donate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -68,7 +80,7 @@ def read_options(call: str, given: dict[str, Any]) -> Options:
       TypeError: there is no such option.
       ValueError: a value out of its range.
     """
-    names = [field.name for field in fields(Options)]
+    names = [option.name for option in fields(Options)]
     unknown = [name for name in given if name not in names]
     if unknown:
         raise TypeError(f"fddp.{call} has no option {', '.join(map(repr, unknown))}; it has {', '.join(names)}.")

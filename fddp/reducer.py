@@ -9,14 +9,14 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from fddp.accumulate import accumulate
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
@@ -28,35 +28,9 @@ from fddp.plan import BucketPlan, make_plan
 from fddp.program import collectives, differentiable, ready_order
 from fddp.replicas import described, verify
 from fddp.schedule import Pieces, Runner, Schedule, after, fused, staged
+from fddp.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
-
-
-class TrainState(NamedTuple):
-    """All that a step carries on: a pytree, equal on all replicas but for `accumulated`."""
-
-    step: Int[Array, ""]
-    """Synchronized steps so far."""
-    params: Any
-    opt_state: Any
-    """The optimizer's state for the differentiable leaves of `params`."""
-    model_state: Any
-    """Buffers, BatchNorm's statistics say; None without."""
-    hook_state: Any
-    accumulated: Pending | None
-    """What `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: nothing."""
-    rng: Any
-    """A random key; None without."""
-
-
-class Mean(NamedTuple):
-    """A step's contributions, averaged over micro-batches, calls and replicas."""
-
-    grads: Any
-    """A tree like the parameters; None for leaves without gradients."""
-    loss: Float[Array, ""]
-    aux: Any
-    model_state: Any
 
 
 class Reducer:
@@ -115,8 +89,20 @@ class Reducer:
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
-        chosen = differentiable(jax.tree.leaves(params))
-        return make_plan(params, order=chosen[::-1], **self.options.caps)
+        return make_plan(params, order=self.chosen(params)[::-1], **self.options.caps)
+
+    def chosen(self, params: Any) -> tuple[int, ...]:
+        """Which leaves are trained: those that can have a gradient and are not to be ignored."""
+        named = jax.tree_util.tree_leaves_with_path(params)
+        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+        ignore = self.options.ignore or (lambda name: False)
+        return tuple(i for i in differentiable([x for _, x in named]) if not ignore(names[i]))
+
+    def trained(self, params: Any) -> Any:
+        """The tree with None in place of leaves that are not trained."""
+        leaves, treedef = jax.tree.flatten(params)
+        chosen = set(self.chosen(params))
+        return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
         """A batch that fits; the first one settles the plan."""
@@ -184,7 +170,9 @@ class Reducer:
 
         def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
             part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
-            sums = contribute(self._objective, state.params, _start(state), state.rng, part).sums
+            sums = contribute(
+                self._objective, self.chosen(state.params), state.params, _start(state), state.rng, part
+            ).sums
             return sums.grads, (sums.loss, sums.aux)
 
         axis = self.group.axis_name
@@ -202,7 +190,7 @@ class Reducer:
             ) from None
 
     def _order(self, state: TrainState, program: ClosedJaxpr) -> tuple[int, ...]:
-        chosen = differentiable(jax.tree.leaves(state.params))
+        chosen = self.chosen(state.params)
         if self.options.order == "reverse":
             return chosen[::-1]
         return tuple(chosen[k] for k in ready_order(program, len(chosen)))
@@ -229,7 +217,7 @@ class Reducer:
             if key is not None:
                 for number in (state.step, pending.micro_batches, self.group.member.number()):
                     key = jax.random.fold_in(key, number)
-            return contribute(self._objective, state.params, pending, key, part)
+            return contribute(self._objective, self.chosen(state.params), state.params, pending, key, part)
 
         now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
         return now.sums, now._replace(sums=plus(was.sums, now.sums))
@@ -242,7 +230,7 @@ class Reducer:
         _, pending = self._gather(state, pending, rows)
         tail = pending.sums._replace(grads=())
         sent, kept = self._buffers(pending.model_state)
-        grads = _tree(plan, pending.sums.grads)
+        grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
         return add_tail(plan, pack(plan, grads), (tail, sent)), _lifted(kept)
 
     def _buffers(self, model_state: Any) -> tuple[Any, Any]:
@@ -285,7 +273,7 @@ def _lowered(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _tree(plan: BucketPlan, grads: Sequence[Array]) -> Any:
+def _tree(plan: BucketPlan, chosen: Sequence[int], grads: Sequence[Array]) -> Any:
     """Gradients in a tree like the parameters, with None for leaves that have none."""
-    inside = dict(zip(differentiable(plan.leaves), grads))
+    inside = dict(zip(chosen, grads))
     return jax.tree.unflatten(plan.treedef, [inside.get(i) for i in range(len(plan.leaves))])

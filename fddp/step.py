@@ -20,8 +20,9 @@ from fddp.objective import make_objective
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
-from fddp.reducer import Mean, Reducer, TrainState, refuse_tracers
+from fddp.reducer import Reducer, refuse_tracers
 from fddp.replicas import described, equal_start, verify
+from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
 from fddp.world import init
 
@@ -44,7 +45,7 @@ class TrainStep:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
 
         Args:
-          params: tree of arrays; those of float or complex dtype are trained.
+          params: tree of arrays; those of float or complex dtype are trained, but for those to `ignore`.
           model_state: buffers that the loss takes and returns, or None.
           rng: random key for the loss (`jax.random.key(0)`), or None.
 
@@ -59,7 +60,7 @@ class TrainStep:
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
         make = group.member.program(
-            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(_trained(params))),
+            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(self._reducer.trained(params))),
             (EVERYWHERE,),
             EVERYWHERE,
         )
@@ -133,7 +134,13 @@ class TrainStep:
     def _form(self, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
         """What must be equal on all ranks before anything is sent."""
         _check_params(params)
-        opt_state = jax.eval_shape(lambda params: self._optimizer.init(_trained(params)), params)
+        if not self._reducer.chosen(params):
+            floats = differentiable(jax.tree.leaves(params))
+            why = "float arrays, all of them ignored" if floats else "no float arrays"
+            raise ValueError(
+                f"params holds {why}, so there is nothing to train: got {'; '.join(described('', params))}."
+            )
+        opt_state = jax.eval_shape(lambda params: self._optimizer.init(self._reducer.trained(params)), params)
         return [
             f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
             repr(self._reducer.options),
@@ -185,14 +192,14 @@ def train_step(
     settings = read_options("train_step", options)
 
     def update(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-        trained = _trained(state.params)
+        trained = reducer.trained(state.params)
         updates, opt_state = optimizer.update(mean.grads, state.opt_state, trained)
         params = _with(state.params, optax.apply_updates(trained, updates))
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
         return state, StepInfo(mean.loss, mean.aux)
 
-    objective = make_objective(loss_fn, has_aux=has_aux)
-    return TrainStep(Reducer(objective, group or init(), settings, update), optimizer)
+    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, update)
+    return TrainStep(reducer, optimizer)
 
 
 def value_and_grad(
@@ -256,20 +263,9 @@ def _check_params(params: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(f"params{jax.tree_util.keystr(path)} must be an array, got {type(x).__name__} {x!r}.")
-    if not differentiable(leaves):
-        raise ValueError(
-            f"params holds no float arrays, so there is nothing to train: got {'; '.join(described('', params))}."
-        )
-
-
-def _trained(params: Any) -> Any:
-    """The tree with None in place of leaves that have no gradient."""
-    leaves, treedef = jax.tree.flatten(params)
-    chosen = set(differentiable(leaves))
-    return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
 
 def _with(params: Any, trained: Any) -> Any:
-    """Puts trained leaves back in their places: the inverse of `_trained`."""
+    """Puts trained leaves back in their places: the inverse of `Reducer.trained`."""
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])

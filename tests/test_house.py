@@ -33,6 +33,7 @@ FLOORS = {
     "accumulate": 3,
     "replicas": 3,
     "schedule": 3,
+    "state": 3,
     "collective": 3,
     "reducer": 4,
     "step": 5,

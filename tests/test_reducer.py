@@ -224,3 +224,27 @@ def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
     assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(held))
     # And what it left adds nothing to what the next step sends.
     assert len(all_reduces(compiled(step.lower(state, BATCH)))) == len(step.plan.buckets)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+def test_an_ignored_parameter_is_neither_sent_nor_trained(group, schedule):
+    params = {"body": jnp.ones(3), "head": {"w": jnp.ones(3)}}
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.mean((x * params["body"] * params["head"]["w"]) ** 2)
+
+    step = fddp.train_step(
+        loss_fn, optax.adamw(0.1), group=group(2), schedule=schedule, ignore=lambda path: path.startswith("head/")
+    )
+    state, _ = step(step.init(params), np.ones((4, 3), np.float32))
+    assert [bucket.names for bucket in step.plan.buckets] == [("body",)]
+    np.testing.assert_array_equal(state.params["head"]["w"], params["head"]["w"])
+    assert not np.any(np.asarray(state.params["body"]) == 1)
+    assert {leaf.shape for leaf in jax.tree.leaves(state.opt_state)} == {(), (3,)}
+    assert len(jax.tree.leaves(state.opt_state)) == 3  # count and the two moments of body alone
+
+
+def test_a_predicate_that_ignores_everything_is_refused(group):
+    step = fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), group=group(1), ignore=lambda path: True)
+    with pytest.raises(ValueError, match="all of them ignored, so there is nothing to train"):
+        step.init(jnp.ones(3))
