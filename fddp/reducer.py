@@ -124,6 +124,7 @@ class Reducer:
                 f"call {call}",
                 repr(self.options),
                 f"schedule {found[0][1]}",
+                f"plan {self.provisional_plan(state.params).digest}",
                 *described("batch", batch),
                 *described("parameter", state.params),
                 *described("model_state", state.model_state),
