@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
@@ -57,6 +58,12 @@ class Member(NamedTuple):
     """Equally many bytes from every process, on every process."""
     send: Callable[[Bytes, int], Bytes]
     """`send(data, root)`: root's bytes, on every process."""
+
+
+def trace(member: Member, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The program of a function of one replica, and the shapes of what it returns; nothing runs."""
+    axes = [(member.axis_name, member.share)] if member.axis_name else None
+    return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*args)
 
 
 def mesh_member(mesh: Mesh, axis_name: str) -> Member:

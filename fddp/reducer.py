@@ -21,7 +21,7 @@ from jaxtyping import Array
 from fddp.accumulate import accumulate
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
 from fddp.group import Group
-from fddp.member import EVERYWHERE
+from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Pending, Sums, contribute, mean, plus
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
@@ -176,15 +176,14 @@ class Reducer:
             ).sums
             return sums.grads, (sums.loss, sums.aux)
 
-        axis = self.group.axis_name
         try:
-            axes = [(axis, self.group.size)] if axis else None
-            closed, (_, told) = jax.make_jaxpr(program, axis_env=axes, return_shape=True)(state, batch)
+            closed, (_, told) = trace(self.group.member, program, state, batch)
             return closed, told
         except NameError as error:
             unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
             if unbound is None:
                 raise
+            axis = self.group.axis_name
             there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
             raise ValueError(
                 f"the loss has a collective over the axis {unbound[1]!r}; backend {self.group.backend!r} has {there}."

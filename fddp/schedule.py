@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from fddp.flat import Wires
-from fddp.member import EVERYWHERE, Member
+from fddp.member import EVERYWHERE, Member, trace
 from fddp.stages import Stage, cut
 from fddp.timeline import Span, Timeline
 
@@ -146,8 +146,7 @@ def _compile(member: Member, pieces: Pieces, state: Any, pending: Any, rows: Any
             for tree in (pending, rows)
         ),
     )
-    axes = [(member.axis_name, member.share)] if member.axis_name else None
-    closed, (wires, kept) = jax.make_jaxpr(pieces.local, axis_env=axes, return_shape=True)(*replica)
+    closed, (wires, kept) = trace(member, pieces.local, *replica)
     groups = [1] * len(wires.arrays)
     groups[-1] += len(jax.tree.leaves(kept))
     stages = cut(closed, groups)

@@ -100,10 +100,9 @@ def _start(backend: str, launch: Launch, timeout_s: float) -> Group:
         _start_distributed(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
-    if jax.process_count() > 1:
-        end_together(
-            jax.process_index(), jax.process_count(), _service_ending(jax.process_index(), jax.process_count())
-        )
+    rank, size = jax.process_index(), jax.process_count()
+    if size > 1:
+        end_together(rank, size, _service_ending(rank, size))
     return replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
 
 
