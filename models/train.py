@@ -11,16 +11,13 @@ python models/train.py gpt --steps 200                a language model of bytes;
 Rank 0 shows progress and, at the end, a page; it draws the loss curve in runs/.
 """
 
-import gzip
 import math
-import struct
 import sys
-import sysconfig
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -29,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from jaxtyping import Int, UInt8
+from jaxtyping import Int
 from matplotlib.figure import Figure
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -38,7 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fddp
-from models import gpt, resnet
+from models import data, gpt, resnet
 
 
 @dataclass(frozen=True)
@@ -145,10 +142,14 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, bucket_cap_mb=config.bucket_cap_mb)
     state = step.init(task.params, model_state=task.model_state)
 
+    # This process reads its own rows only; a step has the same rows on any number of processes.
+    own_rows = fddp.samples(
+        task.rows, config.batch, rank=group.rank, size=group.processes, seed=config.seed, drop_last=True
+    )
     history, flying = History(), deque[fddp.StepInfo](maxlen=2)
     with progress(console) as bar:
         job = bar.add_task("", total=config.steps, loss=math.nan, speed=math.nan)
-        for rows in islice(rows_of_rank(group, task.rows, config.batch, config.seed), config.steps):
+        for rows in islice(own_rows, config.steps):
             state, info = step(state, task.batch(rows))
             flying.append(info)
             if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
@@ -163,17 +164,6 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     return state, step.plan, history
 
 
-def rows_of_rank(group: fddp.Group, rows: int, batch: int, seed: int) -> Iterator[Int[np.ndarray, " B"]]:
-    """The rows that this process reads, step by step: its part of every batch of every epoch's permutation.
-
-    A batch holds the same rows for any number of processes. Rows that do not fill one are left out of their epoch.
-    """
-    for epoch in count():
-        order = np.random.default_rng((seed, epoch)).permutation(rows)
-        for begin in range(0, rows - batch + 1, batch):
-            yield order[begin + group.rank : begin + batch : group.processes]
-
-
 def chosen(presets: Mapping[str, Any], name: str) -> Any:
     if name not in presets:
         raise ValueError(f"--preset must be one of {', '.join(presets)}, got {name!r}.")
@@ -186,7 +176,7 @@ def chosen(presets: Mapping[str, Any], name: str) -> Any:
 def resnet_task(config: Config) -> Task:
     """Tells handwritten digits apart."""
     model = chosen(resnet.PRESETS, config.preset)
-    images, labels, test_images, test_labels = read_mnist(config.data) if config.data else split_digits()
+    images, labels, test_images, test_labels = data.read_mnist(config.data) if config.data else data.split_digits()
     mean, std = images.mean(), images.std()
     images, test_images = (((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images))
 
@@ -204,45 +194,13 @@ def resnet_task(config: Config) -> Task:
     return Task(title, resnet.loss_fn(model), params, model_state, len(images), batch, test)
 
 
-def split_digits() -> list[np.ndarray]:
-    """scikit-learn's 1,797 digits of 8 × 8 pixels: 1,500 images to train on and their labels, then those to test on."""
-    from sklearn.datasets import load_digits  # here: it takes two seconds, which the GPT need not wait
-
-    images, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(images))
-    return [x[rows] for rows in (order[:1500], order[1500:]) for x in (images.reshape(-1, 8, 8), labels)]
-
-
-def read_mnist(folder: Path) -> list[np.ndarray]:
-    """The same four arrays from MNIST's files, packed (.gz) or not."""
-    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    found = [sorted(folder.glob(f"{name}-ubyte*")) for name in names]
-    if not all(found):
-        raise FileNotFoundError(f"--data {folder} must hold {', '.join(f'{name}-ubyte' for name in names)}, or .gz.")
-    return [read_idx(paths[0]) for paths in found]
-
-
-def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """An array of bytes in MNIST's format: 0, 0, 8 (the dtype), the number of dims, the dims, the data."""
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if content[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is no IDX file of bytes: it begins with {content[:3].hex(' ')}, not 00 00 08.")
-    shape = struct.unpack_from(f">{content[3]}I", content, 4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
-
-
 ### The GPT and its text
 
 
 def gpt_task(config: Config) -> Task:
     """Foretells the next byte of a source; every tenth file is held out."""
     model = chosen(gpt.PRESETS, config.preset)
-    folder, names = (config.data, "*.*") if config.data else (Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    files = [path.read_bytes() for path in sorted(folder.glob(names)) if path.is_file()]
-    if len(files) < 2:
-        raise FileNotFoundError(f"{folder} must hold two files {names}, to train and to test on; it has {len(files)}.")
-    text = windows([x for i, x in enumerate(files) if i % 10], model.context)
-    held_out = windows(files[::10], model.context)
+    text, held_out = data.read_text(config.data, model.context)
     loss_fn = gpt.loss_fn(model)
 
     def batch(rows: Any) -> dict[str, np.ndarray]:
@@ -257,12 +215,6 @@ def gpt_task(config: Config) -> Task:
     params, _ = gpt.init(model, jax.random.key(config.seed), batch([0]))
     title = f"GPT {config.preset} on {text.shape[0] * model.context / 1e6:.1f} MB of {config.data or 'Python sources'}"
     return Task(title, loss_fn, params, None, len(text), batch, test)
-
-
-def windows(files: Sequence[bytes], context: int) -> UInt8[np.ndarray, "rows T+1"]:
-    """Rows of a text; each begins with the last byte of the one before, so that every byte is a target once."""
-    content = np.frombuffer(b"".join(files), np.uint8)
-    return np.lib.stride_tricks.sliding_window_view(content, context + 1)[::context]
 
 
 def write(model: gpt.GPT, params: Any, prompt: bytes, length: int) -> str:

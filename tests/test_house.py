@@ -23,6 +23,7 @@ FLOORS = {
     "options": 0,
     "modules": 0,
     "timeline": 0,
+    "sampler": 0,
     "program": 1,
     "flat": 1,
     "member": 1,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from rich.console import Console
 
 import fddp
-from models import train
+from models import data, train
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "models" / "train.py")
@@ -55,7 +54,9 @@ def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Pat
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_gloo_processes_need_no_launcher(tmp_path: Path):
+def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
+    tmp_path: Path, group: Callable[[int], fddp.Group]
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         world = {"FDDP_SIZE": "2", "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}", "JAX_PLATFORMS": "cpu"}
@@ -78,6 +79,9 @@ def test_two_gloo_processes_need_no_launcher(tmp_path: Path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     assert "2 × cpu · backend gloo" in outputs[0] and "bits per byte" in outputs[0], outputs[0]
     assert "backend" not in outputs[1], outputs[1]
+    alone = losses(replace(train.CONFIGS["gpt"], preset="tiny", steps=4, batch=4), group(1))
+    (shown,) = re.findall(r"training loss +([0-9.]+) → ([0-9.]+)", outputs[0])  # the first, and the mean of all four
+    assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
 
 
 def test_replicas_are_devices_of_one_process(tmp_path: Path):
@@ -120,18 +124,6 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callab
         train.train(task._replace(loss_fn=broken), GPT, group(1), QUIET)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_share_every_batch_of_a_permutation(group: Callable[[int], fddp.Group], processes: int):
-    ranks = [replace(group(1), rank=rank, processes=processes) for rank in range(processes)]
-    shares = [list(islice(train.rows_of_rank(rank, rows=19, batch=8, seed=3), 4)) for rank in ranks]
-    alone = list(islice(train.rows_of_rank(group(1), rows=19, batch=8, seed=3), 4))
-    for step, whole in enumerate(alone):
-        assert sorted(np.concatenate([share[step] for share in shares])) == sorted(whole)
-    for epoch in (alone[:2], alone[2:]):
-        assert len(set(np.concatenate(epoch))) == 16
-    assert list(alone[0]) != list(alone[2])
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -161,9 +153,9 @@ def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images[:2])))
     with pytest.raises(FileNotFoundError, match="t10k-labels-idx1-ubyte"):
-        train.read_mnist(tmp_path)
+        data.read_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels[:2]))
-    for read, written in zip(train.read_mnist(tmp_path), (images, labels, images[:2], labels[:2])):
+    for read, written in zip(data.read_mnist(tmp_path), (images, labels, images[:2], labels[:2])):
         np.testing.assert_array_equal(read, written)
 
     task = train.resnet_task(replace(train.CONFIGS["resnet"], preset="tiny", data=tmp_path))
@@ -174,18 +166,18 @@ def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
 def test_other_files_are_refused(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"\x89PNG")
     with pytest.raises(ValueError, match="begins with 89 50 4e, not 00 00 08"):
-        train.read_idx(tmp_path / "file")
+        data.read_idx(tmp_path / "file")
 
 
 def test_digits_are_split_without_overlap():
-    images, labels, test_images, test_labels = train.split_digits()
+    images, labels, test_images, test_labels = data.split_digits()
     assert images.shape == (1500, 8, 8) and test_images.shape == (297, 8, 8)
     assert len(labels) == 1500 and set(test_labels) == set(range(10))
     assert {x.tobytes() for x in images}.isdisjoint(x.tobytes() for x in test_images)
 
 
 def test_every_byte_of_a_text_but_the_first_is_a_target_once():
-    rows = train.windows([b"abcd", b"efghij"], context=3)
+    rows = data.windows([b"abcd", b"efghij"], context=3)
     assert [bytes(row) for row in rows] == [b"abcd", b"defg", b"ghij"]
 
 
