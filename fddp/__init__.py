@@ -17,6 +17,8 @@ from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx
 from fddp.modules import from_linen as from_linen
 from fddp.modules import from_nnx as from_nnx
+from fddp.objective import Joined as Joined
+from fddp.objective import Weighted as Weighted
 from fddp.options import Options as Options
 from fddp.plan import Bucket as Bucket
 from fddp.plan import BucketPlan as BucketPlan
@@ -29,4 +31,5 @@ from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
 from fddp.step import value_and_grad as value_and_grad
+from fddp.uneven import join as join
 from fddp.world import init as init

@@ -10,9 +10,33 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from fddp.program import merge, split
+from fddp.unused import statically_used, tracked
+
+
+class Weighted(NamedTuple):
+    """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number.
+
+    Σ w·g / Σ w over replicas and micro-batches is then the gradient of the mean over all tokens, however unevenly they
+    lie. The weight may be zero where the loss is finite.
+    """
+
+    value: Float[Array, ""]
+    weight: Any
+    """A number of 0 or more, a constant for the gradient."""
+
+
+class Joined(NamedTuple):
+    """A batch that counts only in part: what `fddp.join` yields."""
+
+    rows: Any
+    """The batch: a tree of arrays with equal first dims."""
+    share: Float[ArrayLike, " rows"]
+    """How much each row adds to gradients and loss: 1, or 0 when its rank has run out of data."""
+    divisor: Float[ArrayLike, " rows"]
+    """How much each row adds to what the sum is divided by."""
 
 
 class Sums(NamedTuple):
@@ -23,6 +47,8 @@ class Sums(NamedTuple):
     weight: Float[Array, ""]
     loss: Float[Array, ""]
     aux: Any
+    used: Float[Array, " leaves"] | None = None
+    """How many replicas used each trained leaf; of one replica 0 or 1. None where nobody asks."""
 
 
 class Pending(NamedTuple):
@@ -36,23 +62,36 @@ class Pending(NamedTuple):
     """How many micro-batches came since the last synchronization."""
 
 
-# (params, model_state, rng, batch) -> ((weighted loss, (weight, loss, model_state, aux)))
-Objective = Callable[[Any, Any, Any, Any], tuple[Array, tuple[Array, Array, Any, Any]]]
+class Value(NamedTuple):
+    """A loss and what comes with it."""
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    """w in Σ w·g."""
+    divisor: Float[Array, ""]
+    """w in Σ w: the same number, but for a rank that has run out of data."""
+    model_state: Any
+    aux: Any
+
+
+# (params, model_state, rng, batch) -> (w·loss, all of it)
+Objective = Callable[[Any, Any, Any, Any], tuple[Array, Value]]
 
 
 def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
-    """Brings a loss into the form (params, model_state, rng, batch) → (w·loss, (w, loss, model_state, aux)).
+    """Brings a loss into the form (params, model_state, rng, batch) → (w·loss, `Value`).
 
     Args:
       loss_fn: `loss_fn(params, batch)`; called with `model_state=` or `rng=` where the state has them. Returns a loss,
-        `(loss, aux)` with `has_aux`, or `(loss, (model_state, aux))` with a model state.
+        `(loss, aux)` with `has_aux`, or `(loss, (model_state, aux))` with a model state; the loss may be `Weighted`.
       has_aux: whether the loss returns metrics too.
 
     Returns:
       The objective; it raises ValueError or TypeError when it is traced and the loss returns something else.
     """
 
-    def objective(params: Any, model_state: Any, rng: Any, batch: Any) -> tuple[Array, tuple[Array, Array, Any, Any]]:
+    def objective(params: Any, model_state: Any, rng: Any, batch: Any) -> tuple[Array, Value]:
+        batch, share, divisor = batch if isinstance(batch, Joined) else (batch, 1, 1)
         extra = {"model_state": model_state, "rng": rng}
         value, aux = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None}), None
         if has_aux or model_state is not None:
@@ -60,15 +99,24 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if model_state is not None:
             given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
             _check_alike(given, model_state)
+        value, weight = value if isinstance(value, Weighted) else (value, 1)
         loss = _exact(_scalar(value))
-        weight = jnp.ones((), loss.dtype)
-        return weight * loss, (weight, loss, model_state, _floats(aux))
+        weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
+        share, divisor = (weight * jnp.mean(jnp.asarray(x, loss.dtype)) for x in (share, divisor))
+        return share * loss, Value(loss, share, divisor, model_state, _floats(aux))
 
     return objective
 
 
 def contribute(
-    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
+    objective: Objective,
+    chosen: Sequence[int],
+    params: Any,
+    pending: Pending,
+    key: Any,
+    batch: Any,
+    *,
+    find_unused: bool = False,
 ) -> Pending:
     """Adds one micro-batch's gradients, loss and metrics to what is pending.
 
@@ -79,29 +127,63 @@ def contribute(
       pending: what was gathered so far.
       key: random key of this step, micro-batch and replica, or None.
       batch: rows of one micro-batch.
+      find_unused: whether to tell which of these leaves the loss used.
 
     Returns:
       What is pending now.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    trainable, fixed = split(chosen, leaves)
+    loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
 
-    def loss(trainable: Sequence[Array]) -> tuple[Array, tuple[Array, Array, Any, Any]]:
-        return objective(treedef.unflatten(merge(chosen, trainable, fixed)), pending.model_state, key, batch)
+    def untracked(trainable: Sequence[Array]) -> tuple[Array, tuple[Value, None]]:
+        weighted, value = loss(trainable)
+        return weighted, (value, None)
 
-    (_, (weight, value, model_state, aux)), grads = jax.value_and_grad(loss, has_aux=True)(trainable)
-    sums = Sums(tuple(grads), weight, weight * value, jax.tree.map(lambda x: weight.astype(x.dtype) * x, aux))
-    return Pending(plus(pending.sums, sums), model_state, pending.micro_batches + 1)
+    f = tracked(loss) if find_unused else untracked
+    (_, (value, used)), grads = jax.value_and_grad(f, has_aux=True)(trainable)
+    weight = value.weight
+    sums = Sums(
+        grads=tuple(grads),
+        weight=value.divisor,
+        loss=weight * value.loss,
+        aux=jax.tree.map(lambda x: weight.astype(x.dtype) * x, value.aux),
+        # A rank without data shadows the others: what it computes counts for nothing.
+        used=None if used is None else jnp.where(weight > 0, used, False).astype(jnp.float32),
+    )
+    return Pending(plus(pending.sums, sums), value.model_state, pending.micro_batches + 1)
+
+
+def reached(
+    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
+) -> tuple[bool, ...]:
+    """Which of the chosen leaves have any path to the loss, in any branch; arguments as of `contribute`."""
+    loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
+    return statically_used(loss, trainable)
 
 
 def plus(a: Sums | None, b: Sums) -> Sums:
-    """Adds contributions; None is the neutral element."""
-    return b if a is None else jax.tree.map(jnp.add, a, b)
+    """Adds contributions of one replica; None is the neutral element. Used once is used."""
+    if a is None:
+        return b
+    return jax.tree.map(jnp.add, a, b)._replace(used=jax.tree.map(jnp.maximum, a.used, b.used))
 
 
 def mean(sums: Sums) -> Sums:
-    """Divides contributions by their weight."""
-    return jax.tree.map(lambda x: x / sums.weight.astype(x.dtype), sums)
+    """Divides contributions by their weight; where nothing has weight the mean is zero."""
+    weight = jnp.where(sums.weight == 0, 1, sums.weight)
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)._replace(used=sums.used)
+
+
+def _of_leaves(
+    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
+) -> tuple[Callable[[Sequence[Array]], tuple[Array, Value]], list[Array]]:
+    """The objective as a function of the chosen leaves alone, and these."""
+    leaves, treedef = jax.tree.flatten(params)
+    trainable, fixed = split(chosen, leaves)
+
+    def loss(trainable: Sequence[Array]) -> tuple[Array, Value]:
+        return objective(treedef.unflatten(merge(chosen, trainable, fixed)), pending.model_state, key, batch)
+
+    return loss, list(trainable)
 
 
 def _pair(value: Any, form: str) -> tuple[Any, Any]:
@@ -134,6 +216,12 @@ def _scalar(value: Any) -> Array:
     if value.shape != ():
         raise ValueError(f"the loss must be a scalar, got {_shown(value)}; take its mean over the rows.")
     return value
+
+
+def _weight(weight: Any, dtype: Any) -> Array:
+    if jnp.shape(weight) != () or not jnp.issubdtype(jnp.result_type(weight), jnp.number):
+        raise TypeError(f"the weight of a loss must be one number, its tokens or rows, got {_shown(weight)}.")
+    return jnp.asarray(weight, dtype)
 
 
 def _floats(aux: Any) -> Any:

@@ -28,7 +28,7 @@ class Options:
     accumulation_steps: int = 1
     """Micro-batches a step; one synchronization for all of them."""
     find_unused_parameters: bool = False
-    """Reserved: parameters that a step does not use are trained with a zero gradient, as jax.grad gives it."""
+    """Whether to find the parameters that no replica used in a step, and leave them and their optimizer state alone."""
     broadcast_buffers: bool = True
     """Whether the model state of rank 0 is every replica's at the next forward; else each keeps its own."""
     hook: None = None
@@ -51,12 +51,11 @@ class Options:
         for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
-        for name, only in (("find_unused_parameters", False), ("hook", None)):
-            if getattr(self, name) is not only:
-                raise ValueError(f"{name} can only be {only} in this version of fddp, got {getattr(self, name)!r}.")
+        if self.hook is not None:
+            raise ValueError(f"hook can only be None in this version of fddp, got {self.hook!r}.")
         if self.ignore is not None and not callable(self.ignore):
             raise TypeError(f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}.")
-        for name in ("broadcast_buffers", "donate"):
+        for name in ("find_unused_parameters", "broadcast_buffers", "donate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
 

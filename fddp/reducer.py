@@ -22,7 +22,7 @@ from fddp.accumulate import accumulate
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
 from fddp.group import Group
 from fddp.member import EVERYWHERE, trace
-from fddp.objective import Objective, Pending, Sums, contribute, mean, plus
+from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
 from fddp.program import collectives, differentiable, ready_order
@@ -114,16 +114,16 @@ class Reducer:
         return batch
 
     def _settle(self, state: TrainState, batch: Any, call: str) -> None:
-        found: list[tuple[tuple[int, ...], str]] = []
+        found: list[tuple[tuple[int, ...], tuple[bool, ...], str]] = []
 
         def describe() -> Iterable[str]:
             self._check(state, batch)
-            program, told = self._trace(state, batch)
-            found.append((self._order(state, program), self._schedule(program)))
+            program, told, paths = self._trace(state, batch)
+            found.append((self._order(state, program), paths, self._schedule(program)))
             return [
                 f"call {call}",
                 repr(self.options),
-                f"schedule {found[0][1]}",
+                f"schedule {found[0][2]}",
                 f"plan {self.provisional_plan(state.params).digest}",
                 *described("batch", batch),
                 *described("parameter", state.params),
@@ -133,9 +133,13 @@ class Reducer:
             ]
 
         verify(self.group, "batch or loss", describe)
-        ((order, schedule),) = found
-        # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP.
+        ((order, paths, schedule),) = found
+        # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
+        # path to the loss on any rank does not travel.
         order = self.group.broadcast(np.asarray(order, np.int32))
+        paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
+        dead = {i for i, path in zip(self.chosen(state.params), paths) if not path}
+        order = [i for i in order if i not in dead]
         self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
         pieces = Pieces(partial(self._local, plan), partial(self._finish, plan))
         self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
@@ -166,19 +170,21 @@ class Reducer:
         """Micro-batches in this process's batch."""
         return self._replicas * self.options.accumulation_steps
 
-    def _trace(self, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
-        """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
+    def _trace(self, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any, tuple[bool, ...]]:
+        """The gradients of one micro-batch of one replica as a program, the form of loss and aux, and which of the
+        trained leaves have a path to the loss."""
+        chosen, paths = self.chosen(state.params), []
 
         def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
             part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
-            sums = contribute(
-                self._objective, self.chosen(state.params), state.params, _start(state), state.rng, part
-            ).sums
+            one = (self._objective, chosen, state.params, _start(state), state.rng, part)
+            paths.append(reached(*one) if self.options.find_unused_parameters else (True,) * len(chosen))
+            sums = contribute(*one).sums
             return sums.grads, (sums.loss, sums.aux)
 
         try:
             closed, (_, told) = trace(self.group.member, program, state, batch)
-            return closed, told
+            return closed, told, paths[0]
         except NameError as error:
             unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
             if unbound is None:
@@ -217,7 +223,9 @@ class Reducer:
             if key is not None:
                 for number in (state.step, pending.micro_batches, self.group.member.number()):
                     key = jax.random.fold_in(key, number)
-            return contribute(self._objective, self.chosen(state.params), state.params, pending, key, part)
+            find = self.options.find_unused_parameters
+            one = (self._objective, self.chosen(state.params), state.params, pending, key, part)
+            return contribute(*one, find_unused=find)
 
         now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
         return now.sums, now._replace(sums=plus(was.sums, now.sums))
@@ -243,9 +251,14 @@ class Reducer:
 
     def _finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any) -> Any:
         buckets, (tail, buffers) = take_tail(plan, wires)
-        means = mean(tail._replace(grads=unpack(plan, buckets)))
+        chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
+        came = plan.treedef.flatten_up_to(unpack(plan, buckets))
+        # What did not travel has a gradient of zero.
+        grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
+        means = mean(tail._replace(grads=grads))
         model_state = buffers if self.options.broadcast_buffers else _lowered(kept)
-        return self.use(state, Mean(means.grads, means.loss, means.aux, model_state))
+        used = None if tail.used is None else _tree(plan, chosen, list(tail.used.astype(jnp.int32)))
+        return self.use(state, Mean(_tree(plan, chosen, means.grads), means.loss, means.aux, model_state, used))
 
 
 def refuse_tracers(tree: Any) -> None:

@@ -32,3 +32,5 @@ class Mean(NamedTuple):
     loss: Float[Array, ""]
     aux: Any
     model_state: Any
+    used: Any = None
+    """A tree like the parameters: how many replicas used each leaf. None where nobody asks."""

@@ -24,6 +24,7 @@ from fddp.reducer import Reducer, refuse_tracers
 from fddp.replicas import described, equal_start, verify
 from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
+from fddp.update import update
 from fddp.world import init
 
 
@@ -33,6 +34,8 @@ class StepInfo(NamedTuple):
     loss: Float[Array, ""]
     aux: Any = None
     used: Any = None
+    """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
+    synchronization; 0 for leaves that are not trained."""
 
 
 class TrainStep:
@@ -191,14 +194,14 @@ def train_step(
         raise TypeError(f"fddp.train_step: optimizer must be one of optax's, got {type(optimizer).__name__}.")
     settings = read_options("train_step", options)
 
-    def update(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
+    def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
         trained = reducer.trained(state.params)
-        updates, opt_state = optimizer.update(mean.grads, state.opt_state, trained)
-        params = _with(state.params, optax.apply_updates(trained, updates))
+        new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
+        params = _with(state.params, new)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
-        return state, StepInfo(mean.loss, mean.aux)
+        return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used))
 
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, update)
+    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
     return TrainStep(reducer, optimizer)
 
 
@@ -269,3 +272,8 @@ def _with(params: Any, trained: Any) -> Any:
     """Puts trained leaves back in their places: the inverse of `Reducer.trained`."""
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
+
+
+def _counts(params: Any, used: Any) -> Any:
+    """A count for every leaf of the parameters."""
+    return None if used is None else _with(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)

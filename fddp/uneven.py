@@ -1,0 +1,81 @@
+"""Ranks with unequally many batches: those that have run out go on with weight zero until all are done.
+
+Source: `join` in PyTorch's `distributed.py`. There an exhausted rank shadows the others' all-reduces with zeros; here
+it runs the same program on its last batch, so collectives inside a loss (cross-replica BatchNorm) go on as well.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any
+
+import jax
+import numpy as np
+
+from fddp.group import Group
+from fddp.objective import Joined
+from fddp.world import init
+
+EXHAUSTED: Any = object()
+
+
+def join(
+    batches: Iterable[Any],
+    group: Group | None = None,
+    *,
+    divide_by_initial_world_size: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[Joined]:
+    """Yields this process's batches, and goes on with its last one, at weight zero, until every rank is done.
+
+    Each round costs one small message between the hosts.
+
+    Args:
+      batches: this process's batches; at least one.
+      group: who trains together; None: the group of `fddp.init()`.
+      divide_by_initial_world_size: whether sums are divided by all ranks, so that a row weighs the same in every step;
+        False: by those that still have data. The reported loss is divided likewise.
+      throw_on_early_termination: whether to end on all ranks as soon as one has run out.
+
+    Returns:
+      An iterator over batches for `step(state, batch)`, or `step.no_sync(state, batch)`.
+
+    Raises:
+      TypeError: batches cannot be iterated.
+      ValueError: on every rank: a rank has no batch at all.
+      RuntimeError: on every rank: one has run out, with `throw_on_early_termination`.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5))
+      >>> state = step.init(jnp.zeros(()))
+      >>> for batch in fddp.join([jnp.ones(8), jnp.full(8, 3.0)]):
+      ...     state, info = step(state, batch)
+      >>> float(state.params)
+      3.0
+    """
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"join: batches must be an iterable of this process's batches, got {type(batches).__name__}.")
+    return _rounds(iter(batches), group or init(), divide_by_initial_world_size, throw_on_early_termination)
+
+
+def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bool) -> Iterator[Joined]:
+    last = None
+    for number in count():
+        mine = next(batches, EXHAUSTED)
+        active = group.all_gather(np.array(mine is not EXHAUSTED))
+        if not active.any():
+            return
+        done = ", ".join(str(rank) for rank in np.flatnonzero(~active))
+        if done and number == 0:
+            raise ValueError(f"join: no batch at all on rank {done}; give every rank at least one.")
+        if done and throw:
+            raise RuntimeError(f"join: rank {done} has run out of batches, and throw_on_early_termination is set.")
+        last = last if mine is EXHAUSTED else mine
+        yield _joined(last, mine is not EXHAUSTED, divide_by_all)
+
+
+def _joined(batch: Any, active: bool, divide_by_all: bool) -> Joined:
+    leaves = jax.tree.leaves(batch)
+    rows = np.shape(leaves[0])[:1] if leaves else ()
+    share = np.full(rows, active, np.float32)
+    return Joined(batch, share, np.ones(rows, np.float32) if divide_by_all else share)

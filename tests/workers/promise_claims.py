@@ -1,0 +1,129 @@
+"""What a step makes of ranks that use different parameters, count different numbers of tokens, or run out of data.
+
+Most train w under the mean of w·x, whose gradient is the mean of the x, by SGD with rate 1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from workers.claims import claim, error_of
+from workers.training_claims import rows, same_on_all_ranks
+
+import fddp
+
+SCHEDULES = ("fused", "staged", "after")
+
+
+def product(w: Any, x: Any) -> Any:
+    return jnp.mean(w * x)
+
+
+def pull(group: fddp.Group, loss: Any = product, **options: Any) -> fddp.TrainStep:
+    return fddp.train_step(loss, optax.sgd(1.0), group=group, **options)
+
+
+def start() -> np.ndarray:
+    return np.float32(0)
+
+
+### Parameters that a step does not use
+
+
+@claim()
+def a_leaf_is_left_alone_where_no_rank_uses_it_and_reduced_where_one_does(group: fddp.Group):
+    names = ("a", "b") if group.rank == 0 else ("b",)
+    loss = lambda p, x: sum(jnp.mean(p[name] * x) for name in names)  # noqa: E731
+    params = {name: np.ones(2, np.float32) for name in "abc"}
+    for schedule in SCHEDULES:
+        # With weight decay a zero gradient would move c.
+        decay = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0, momentum=0.9))
+        options = {"group": group, "find_unused_parameters": True, "schedule": schedule}
+        step = fddp.train_step(loss, decay, **options)
+        state, info = step(step.init(params), rows(4, 4))
+        assert {name: int(n) for name, n in info.used.items()} == {"a": 1, "b": group.size, "c": 0}
+        assert sorted(name for bucket in step.plan.buckets for name in bucket.names) == ["a", "b"]
+        np.testing.assert_array_equal(state.params["c"], 1)
+        np.testing.assert_allclose(state.params["a"], 1 - (2 / group.size + 0.5), rtol=1e-6)
+        np.testing.assert_allclose(state.params["b"], 1 - (2 + 0.5), rtol=1e-6)
+        trace = state.opt_state[1][0].trace
+        np.testing.assert_array_equal(trace["c"], 0)
+        assert same_on_all_ranks(group, state)
+
+
+@claim()
+def without_the_option_a_leaf_that_some_ranks_do_not_use_gets_zeros_from_them(group: fddp.Group):
+    loss = lambda p, x: jnp.mean(p["a" if group.rank == 0 else "b"] * x)  # noqa: E731
+    step = pull(group, loss)
+    state, info = step(step.init({name: start() for name in "ab"}), rows(4))
+    assert info.used is None
+    np.testing.assert_allclose(state.params["a"], -4 / group.size, rtol=1e-6)
+    np.testing.assert_allclose(state.params["b"], -4 * (group.size - 1) / group.size, rtol=1e-6)
+
+
+### Weights
+
+
+@claim()
+def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
+    tokens = np.arange(group.size) + 1.0
+    values = 10.0 ** np.arange(group.size)
+    loss = lambda w, x: fddp.Weighted(jnp.mean(w * x[:, 0]), x[0, 1])  # noqa: E731
+    for schedule in SCHEDULES:
+        step = pull(group, loss, schedule=schedule)
+        batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
+        state, _ = step(step.init(start()), batch)
+        np.testing.assert_allclose(state.params, -np.average(values, weights=tokens), rtol=1e-6)
+
+
+### Ranks that run out of data
+
+
+def uneven(group: fddp.Group) -> list[np.ndarray]:
+    """Rank r has r + 1 batches, each of ones."""
+    return [rows(1)] * (group.rank + 1)
+
+
+@claim()
+def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group):
+    for schedule in SCHEDULES:
+        by_all, by_active = ([], [])
+        for taken, option in ((by_all, True), (by_active, False)):
+            step = pull(group, schedule=schedule)
+            state = step.init(start())
+            for batch in fddp.join(uneven(group), group, divide_by_initial_world_size=option):
+                state, _ = step(state, batch)
+                taken.append(float(state.params))
+        # In step k all but the first k ranks have a batch.
+        np.testing.assert_allclose(by_active, -np.arange(1.0, group.size + 1), rtol=1e-6)
+        np.testing.assert_allclose(by_all, -np.cumsum(np.arange(group.size, 0, -1) / group.size), rtol=1e-6)
+
+
+@claim()
+def join_ends_on_every_rank_at_once_if_asked(group: fddp.Group):
+    seen: list[Any] = []
+    batches = fddp.join(uneven(group), group, throw_on_early_termination=True)
+    assert "rank 0 has run out" in error_of(lambda: seen.extend(batches), RuntimeError)
+    assert len(seen) == 1
+
+
+@claim()
+def a_rank_without_any_batch_is_an_error_on_every_rank(group: fddp.Group):
+    def batches() -> Iterator[np.ndarray]:
+        if group.rank > 0:
+            yield rows(1)
+
+    assert "no batch at all on rank 0" in error_of(lambda: list(fddp.join(batches(), group)))
+
+
+@claim()
+def a_rank_without_data_uses_no_parameter(group: fddp.Group):
+    step = pull(group, find_unused_parameters=True)
+    state = step.init(start())
+    counts = []
+    for batch in fddp.join(uneven(group), group):
+        state, info = step(state, batch)
+        counts.append(int(info.used))
+    assert counts == list(range(group.size, 0, -1))
