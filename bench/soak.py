@@ -1,0 +1,102 @@
+"""Does a staged step run for ever: no hang, no leak of memory, no thread left behind?
+
+    python bench/soak.py [--steps 2000] [--quick]
+
+Four processes over MPI, then four over Gloo, train a tiny network under schedule "staged", so that every step starts
+and ends its communication thread. Memory (RSS) and threads are read ten times on the way; the first tenth warms up.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.record import save
+
+SIZE = 4
+TIMEOUT_S = 600
+READINGS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--quick", action="store_true", help="200 steps, nothing is saved")
+    parser.add_argument("--rank", metavar="BACKEND", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    steps = 200 if args.quick else args.steps
+    if args.rank:
+        soak(args.rank, steps)
+        return
+    results = {backend: job(backend, steps) for backend in ("mpi", "gloo")}
+    for backend, ranks in results.items():
+        growth = max(r["rss_mb"][-1] / r["rss_mb"][1] for r in ranks)
+        print(f"{backend}: {steps} steps on {SIZE} ranks; memory grows {100 * (growth - 1):+.2f} % at most; {ranks[0]}")
+    if not args.quick:
+        print(save("soak", {"steps": steps, **results}))
+
+
+def job(backend: str, steps: int) -> list[dict[str, Any]]:
+    """Runs four ranks and collects what each read of itself."""
+    command = [sys.executable, __file__, "--steps", str(steps), "--rank", backend]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if backend == "mpi":
+        jobs = [([str(Path(sys.executable).with_name("mpiexec")), "-n", str(SIZE), *command], env)]
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            world = {"FDDP_SIZE": str(SIZE), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+        jobs = [(command, {**env, **world, "FDDP_RANK": str(rank)}) for rank in range(SIZE)]
+    processes = [subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True) for line, env in jobs]
+    try:
+        said = "".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    if len(found) != SIZE or any(process.returncode for process in processes):
+        raise RuntimeError(f"{backend}: not all of {SIZE} ranks came to their end:\n{said}")
+    return sorted(found, key=lambda one: one["rank"])
+
+
+def soak(backend: str, steps: int) -> None:
+    """One rank: trains, and prints what it read."""
+    import jax
+    import optax
+
+    import fddp
+    from models import mlp
+
+    group = fddp.init(backend)
+    model = mlp.PRESETS["tiny"]
+    batch = mlp.batch(model, 8, group.rank)
+    params, _ = mlp.init(model, jax.random.key(0), batch)
+    caps = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002, "last_bucket_mb": 0.002}
+    step = fddp.train_step(mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps)
+    state = step.init(params)
+    rss, threads = [], []
+    for number in range(steps):
+        state, info = step(state, batch)
+        if number % (steps // READINGS) == steps // READINGS - 1:
+            jax.block_until_ready(info.loss)
+            rss.append(round(_rss_mb(), 2))
+            threads.append(threading.active_count())
+    line = {"rank": group.rank, "buckets": len(step.plan.buckets), "rss_mb": rss, "threads": threads}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+    group.barrier()
+
+
+def _rss_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+if __name__ == "__main__":
+    main()
