@@ -3,7 +3,7 @@
     sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take
-turns, one step each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
+turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
 give the path of its python.
 
   T_bound    the earliest end that stages and all-reduces allow: stages measured alone, all-reduces measured in "after"
