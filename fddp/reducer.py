@@ -159,6 +159,12 @@ class Reducer:
                 f"a batch of {rows} rows cannot be divided into {self._parts} equal parts: this process has "
                 f"{self._replicas} replicas × {self.options.accumulation_steps} micro-batches."
             )
+        for pending in jax.tree.leaves(state.accumulated)[:1]:
+            if len(pending) != self.group.member.share:
+                raise ValueError(
+                    f"the state has gradients pending of {len(pending)} replicas, this group has "
+                    f"{self.group.member.share}; synchronize with a step before the number of replicas changes."
+                )
 
     @property
     def _replicas(self) -> int:

@@ -203,3 +203,14 @@ def test_an_array_of_another_shape_is_refused(group, tmp_path):
     own = lambda w: {"w": ready(group(1), {"w": w, "b": B}, optax.sgd(1e-2)).params["w"]}  # noqa: E731
     save(tmp_path / "w", own(W))
     refused(tmp_path / "w", own(W[:2]), r"shape: \(2, 5\) is not compatible with the stored shape: \(3, 5\)")
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_pending_gradients_of_another_number_of_replicas_are_refused(group, replicas):
+    make = lambda n: fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group(n))  # noqa: E731
+    x = np.arange(8, dtype=np.float32)
+    saver = make(4)
+    state, _ = saver.no_sync(saver.init(np.float32(0)), x)
+    saved = jax.tree.map(np.asarray, state)
+    with pytest.raises(ValueError, match=f"pending of 4 replicas, this group has {replicas}"):
+        make(replicas)(saved, x)
