@@ -36,7 +36,7 @@ def main() -> None:
         return
     results = {backend: job(backend, steps) for backend in ("mpi", "gloo")}
     for backend, ranks in results.items():
-        growth = max(r["rss_mb"][-1] / r["rss_mb"][1] for r in ranks)
+        growth = max(r["rss_mb"][-1] / r["rss_mb"][0] for r in ranks)
         print(f"{backend}: {steps} steps on {SIZE} ranks; memory grows {100 * (growth - 1):+.2f} % at most; {ranks[0]}")
     if not args.quick:
         print(save("soak", {"steps": steps, **results}))
@@ -58,7 +58,7 @@ def job(backend: str, steps: int) -> list[dict[str, Any]]:
         said = "".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
     finally:
         for process in processes:
-            process.kill()
+            process.terminate()  # mpiexec ends its ranks when asked to; killed, it would leave them
     found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     if len(found) != SIZE or any(process.returncode for process in processes):
         raise RuntimeError(f"{backend}: not all of {SIZE} ranks came to their end:\n{said}")

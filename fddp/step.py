@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from fddp.group import Group
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
+from fddp.optimizer import update
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
@@ -24,7 +25,6 @@ from fddp.reducer import Reducer, refuse_tracers
 from fddp.replicas import described, equal_start, verify
 from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
-from fddp.update import update
 from fddp.world import init
 
 

@@ -26,7 +26,7 @@ FLOORS = {
     "sampler": 0,
     "program": 1,
     "flat": 1,
-    "update": 1,
+    "optimizer": 1,
     "member": 1,
     "group": 2,
     "unused": 2,

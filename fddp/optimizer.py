@@ -30,7 +30,7 @@ def update(
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from fddp.update import update
+      >>> from fddp.optimizer import update
       >>> decay, ones = optax.add_decayed_weights(-0.5), {"a": jnp.ones(()), "b": jnp.ones(())}
       >>> params, _ = update(decay, {"a": 0.0, "b": 0.0}, decay.init(ones), ones, used={"a": 2, "b": 0})
       >>> {name: float(x) for name, x in params.items()}
