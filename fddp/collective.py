@@ -45,7 +45,7 @@ def all_reduce(
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}.")
     psum: Callable[[jax.Array], jax.Array] = (
-        group.member.psum if group is not None else lambda x: jax.lax.psum(x, axis_name)
+        group.member.link.psum if group is not None else lambda x: jax.lax.psum(x, axis_name)
     )
     size = group.size if group is not None else jax.lax.axis_size(axis_name)
     over = size if op == "mean" else 1

@@ -1,9 +1,9 @@
 """How one process takes part in a group: as devices of a mesh, or as a rank of MPI.
 
 A `Member` is a few functions. Everything above is written once, per replica, against them: `program` turns a function
-of one replica into a program that runs on all of them, and inside it `psum` adds over replicas and `number` says which
-one this is; `reduce` adds between programs; `place` brings a process's own arrays to where programs take them;
-`gather` and `send` move bytes between the hosts themselves.
+of one replica into a program that runs on all of them, and inside it `link` is what they say to each other; `reduce`
+adds between programs; `place` brings a process's own arrays to where programs take them; `gather` and `send` move bytes
+between the hosts themselves.
 """
 
 import time
@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
+
+from fddp.link import Link, axis_link, mpi_link, mpi_word
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()
@@ -45,10 +47,8 @@ class Member(NamedTuple):
     """Of how many replicas such an array holds the rows."""
     program: Callable[..., jax.stages.Wrapped]
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
-    psum: Callable[[jax.Array], jax.Array]
-    """Sum over replicas, inside a program."""
-    number: Callable[[], jax.Array]
-    """The number of this replica, inside a program; int32."""
+    link: Link
+    """What replicas say to each other inside a program."""
     reduce: Callable[[jax.Array], jax.Array]
     """Sum over replicas, between programs: of what each has for itself, flat; blocks the calling thread."""
     place: Callable[[Any, PartitionSpec], Any]
@@ -110,20 +110,16 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
         return np.asarray(join(jax.make_array_from_process_local_data(NamedSharding(hosts, row), mine[None])))
 
-    def psum(x: jax.Array) -> jax.Array:
-        # XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well.
-        return jax.lax.psum(x, axis_name) if mesh.shape[axis_name] > 1 else x
-
-    total = program(psum, (own,), EVERYWHERE)
+    link = axis_link(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
+    total = program(link.psum, (own,), EVERYWHERE)
 
     return Member(
         axis_name=axis_name,
         own=own,
         share=mesh.shape[axis_name],
         program=program,
-        psum=psum,
-        number=lambda: jax.lax.axis_index(axis_name),
-        reduce=lambda x: jax.block_until_ready(total(x)) if mesh.shape[axis_name] > 1 else x,
+        link=link,
+        reduce=lambda x: jax.block_until_ready(total(x)) if link.size > 1 else x,
         place=place,
         feed=feed,
         gather=gather,
@@ -141,7 +137,6 @@ def mpi_member(comm: Any) -> Member:
     Returns:
       The member.
     """
-    import mpi4jax
     from mpi4py import MPI
 
     wire, hosts, between = comm.Clone(), comm.Clone(), comm.Clone()
@@ -151,16 +146,13 @@ def mpi_member(comm: Any) -> Member:
         del in_specs, out_specs  # one device a process: equal everywhere and its own are the same array
         return jax.jit(f, donate_argnums=tuple(donate))
 
-    def psum(x: jax.Array) -> jax.Array:
-        return mpi4jax.allreduce(_mpi_word(x), op=MPI.SUM, comm=wire).astype(x.dtype) if comm.size > 1 else x
-
     def reduce(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
         # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less
         # often, leaves it free. In several messages one is on the wire while another is being added up. On two hosts
         # (bench/overlap.py, MLP) 1, 2, 4 messages take 489, 464, 451 ms, longest waits of 0.2 and 1 ms 10-20 ms more.
-        sent = np.asarray(_mpi_word(x))
+        sent = np.asarray(mpi_word(x))
         received = _aligned_like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
         requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
@@ -189,19 +181,13 @@ def mpi_member(comm: Any) -> Member:
         own=EVERYWHERE,
         share=1,
         program=program,
-        psum=psum,
-        number=lambda: jnp.int32(comm.rank),
+        link=mpi_link(wire),
         reduce=reduce,
         place=place,
         feed=lambda rows: rows,
         gather=gather,
         send=send,
     )
-
-
-def _mpi_word(x: jax.Array) -> jax.Array:
-    """MPI knows no 16-bit floats; a sum in float32 is also the more exact one."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
 def _aligned_like(x: np.ndarray) -> np.ndarray:

@@ -7,25 +7,22 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import Array
 
-from fddp.accumulate import accumulate
-from fddp.flat import Wires, add_tail, pack, take_tail, unpack
 from fddp.group import Group
 from fddp.member import EVERYWHERE, trace
-from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
+from fddp.objective import Objective, Sums
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
-from fddp.program import collectives, differentiable, ready_order
+from fddp.program import collectives, ready_order
+from fddp.recipe import Recipe
 from fddp.replicas import described, verify
 from fddp.schedule import Pieces, Runner, Schedule, after, fused, staged
 from fddp.state import Mean, TrainState
@@ -45,13 +42,13 @@ class Reducer:
         options: how to bucket, accumulate and send.
         use: (state, mean) → the result of a call; runs on every replica.
         """
-        self.group, self.options, self.use = group, options, use
+        self.group, self.options = group, options
+        self.recipe = Recipe(objective, group.member, options, use)
         self.plan: BucketPlan | None = None
-        self._objective = objective
         self._runner: Runner | None = None
         own = group.member.own
         self._hold = group.member.program(
-            self._held, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
+            self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
         )
 
     def reduce(self, state: TrainState, batch: Any) -> Any:
@@ -89,20 +86,7 @@ class Reducer:
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
-        return make_plan(params, order=self.chosen(params)[::-1], **self.options.caps)
-
-    def chosen(self, params: Any) -> tuple[int, ...]:
-        """Which leaves are trained: those that can have a gradient and are not to be ignored."""
-        named = jax.tree_util.tree_leaves_with_path(params)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
-        ignore = self.options.ignore or (lambda name: False)
-        return tuple(i for i in differentiable([x for _, x in named]) if not ignore(names[i]))
-
-    def trained(self, params: Any) -> Any:
-        """The tree with None in place of leaves that are not trained."""
-        leaves, treedef = jax.tree.flatten(params)
-        chosen = set(self.chosen(params))
-        return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
+        return make_plan(params, order=self.recipe.chosen(params)[::-1], **self.options.caps)
 
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
         """A batch that fits; the first one settles the plan."""
@@ -138,10 +122,10 @@ class Reducer:
         # path to the loss on any rank does not travel.
         order = self.group.broadcast(np.asarray(order, np.int32))
         paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
-        dead = {i for i, path in zip(self.chosen(state.params), paths) if not path}
+        dead = {i for i, path in zip(self.recipe.chosen(state.params), paths) if not path}
         order = [i for i in order if i not in dead]
         self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
-        pieces = Pieces(partial(self._local, plan), partial(self._finish, plan))
+        pieces = Pieces(partial(self.recipe.local, plan), partial(self.recipe.finish, plan))
         self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
 
     def _check(self, state: TrainState, batch: Any) -> None:
@@ -179,18 +163,16 @@ class Reducer:
     def _trace(self, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any, tuple[bool, ...]]:
         """The gradients of one micro-batch of one replica as a program, the form of loss and aux, and which of the
         trained leaves have a path to the loss."""
-        chosen, paths = self.chosen(state.params), []
+        found: list[tuple[bool, ...]] = []
 
         def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
-            part = jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
-            one = (self._objective, chosen, state.params, _start(state), state.rng, part)
-            paths.append(reached(*one) if self.options.find_unused_parameters else (True,) * len(chosen))
-            sums = contribute(*one).sums
+            sums, paths = self.recipe.one(state, jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch))
+            found.append(paths)
             return sums.grads, (sums.loss, sums.aux)
 
         try:
             closed, (_, told) = trace(self.group.member, program, state, batch)
-            return closed, told, paths[0]
+            return closed, told, found[0]
         except NameError as error:
             unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
             if unbound is None:
@@ -202,7 +184,7 @@ class Reducer:
             ) from None
 
     def _order(self, state: TrainState, program: ClosedJaxpr) -> tuple[int, ...]:
-        chosen = self.chosen(state.params)
+        chosen = self.recipe.chosen(state.params)
         if self.options.order == "reverse":
             return chosen[::-1]
         return tuple(chosen[k] for k in ready_order(program, len(chosen)))
@@ -220,52 +202,6 @@ class Reducer:
         cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
         return "staged" if cpu_hosts and not own else "fused"
 
-    def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
-        """Contributions of this replica's rows, and everything that is now pending."""
-        was = _start(state) if pending is None else _lowered(pending)
-
-        def add(pending: Pending, part: Any) -> Pending:
-            key = state.rng
-            if key is not None:
-                for number in (state.step, pending.micro_batches, self.group.member.number()):
-                    key = jax.random.fold_in(key, number)
-            find = self.options.find_unused_parameters
-            one = (self._objective, self.chosen(state.params), state.params, pending, key, part)
-            return contribute(*one, find_unused=find)
-
-        now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
-        return now.sums, now._replace(sums=plus(was.sums, now.sums))
-
-    def _held(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
-        sums, pending = self._gather(state, pending, rows)
-        return _lifted(pending), mean(sums._replace(grads=()))
-
-    def _local(self, plan: BucketPlan, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Wires, Any]:
-        _, pending = self._gather(state, pending, rows)
-        tail = pending.sums._replace(grads=())
-        sent, kept = self._buffers(pending.model_state)
-        grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        return add_tail(plan, pack(plan, grads), (tail, sent)), _lifted(kept)
-
-    def _buffers(self, model_state: Any) -> tuple[Any, Any]:
-        """What of the buffers is sent, and what each replica keeps."""
-        if not self.options.broadcast_buffers:
-            return None, model_state
-        # Replica 0's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        mine = self.group.member.number() == 0
-        return jax.tree.map(lambda x: jnp.where(mine, x, jnp.zeros_like(x)), model_state), None
-
-    def _finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any) -> Any:
-        buckets, (tail, buffers) = take_tail(plan, wires)
-        chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
-        came = plan.treedef.flatten_up_to(unpack(plan, buckets))
-        # What did not travel has a gradient of zero.
-        grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
-        means = mean(tail._replace(grads=grads))
-        model_state = buffers if self.options.broadcast_buffers else _lowered(kept)
-        used = None if tail.used is None else _tree(plan, chosen, list(tail.used.astype(jnp.int32)))
-        return self.use(state, Mean(_tree(plan, chosen, means.grads), means.loss, means.aux, model_state, used))
-
 
 def refuse_tracers(tree: Any) -> None:
     """Says that a step cannot be part of another program."""
@@ -274,25 +210,3 @@ def refuse_tracers(tree: Any) -> None:
             "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
             "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
         )
-
-
-def _start(state: TrainState) -> Pending:
-    """Nothing is pending yet."""
-    return Pending(None, state.model_state, jnp.zeros((), jnp.int32))
-
-
-# What a replica has for itself crosses a program's border with a first dim, along which the replicas' lie.
-
-
-def _lifted(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], tree)
-
-
-def _lowered(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _tree(plan: BucketPlan, chosen: Sequence[int], grads: Sequence[Array]) -> Any:
-    """Gradients in a tree like the parameters, with None for leaves that have none."""
-    inside = dict(zip(chosen, grads))
-    return jax.tree.unflatten(plan.treedef, [inside.get(i) for i in range(len(plan.leaves))])

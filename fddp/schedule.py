@@ -58,7 +58,7 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
 
     def step(state: Any, pending: Any, rows: Any) -> Any:
         wires, kept = pieces.local(state, pending, rows)
-        return pieces.finish(state, jax.tree.map(member.psum, wires), kept)
+        return pieces.finish(state, jax.tree.map(member.link.psum, wires), kept)
 
     own = member.own
     program = member.program(step, (EVERYWHERE, own, own), EVERYWHERE, donate=(0,) if donate else ())

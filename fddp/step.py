@@ -63,7 +63,7 @@ class TrainStep:
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
         make = group.member.program(
-            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(self._reducer.trained(params))),
+            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(self._reducer.recipe.trained(params))),
             (EVERYWHERE,),
             EVERYWHERE,
         )
@@ -137,13 +137,13 @@ class TrainStep:
     def _form(self, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
         """What must be equal on all ranks before anything is sent."""
         _check_params(params)
-        if not self._reducer.chosen(params):
+        if not self._reducer.recipe.chosen(params):
             floats = differentiable(jax.tree.leaves(params))
             why = "float arrays, all of them ignored" if floats else "no float arrays"
             raise ValueError(
                 f"params holds {why}, so there is nothing to train: got {'; '.join(described('', params))}."
             )
-        opt_state = jax.eval_shape(lambda params: self._optimizer.init(self._reducer.trained(params)), params)
+        opt_state = jax.eval_shape(lambda params: self._optimizer.init(self._reducer.recipe.trained(params)), params)
         return [
             f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
             repr(self._reducer.options),
@@ -195,7 +195,7 @@ def train_step(
     settings = read_options("train_step", options)
 
     def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-        trained = reducer.trained(state.params)
+        trained = reducer.recipe.trained(state.params)
         new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
         params = _with(state.params, new)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)

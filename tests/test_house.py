@@ -24,6 +24,7 @@ FLOORS = {
     "modules": 0,
     "timeline": 0,
     "sampler": 0,
+    "link": 0,
     "program": 1,
     "flat": 1,
     "optimizer": 1,
@@ -39,8 +40,9 @@ FLOORS = {
     "uneven": 4,
     "accumulate": 4,
     "state": 4,
-    "reducer": 5,
-    "step": 6,
+    "recipe": 5,
+    "reducer": 6,
+    "step": 7,
 }
 TOP = {"__init__", "__main__"}  # above all floors
 

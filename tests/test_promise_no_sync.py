@@ -95,15 +95,16 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
     """The group, and the names of the messages it sends from now on: inside programs when these are traced."""
     sent: list[str] = []
 
-    def noted(name: str) -> Callable[..., Any]:
+    def noted(name: str, message: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             sent.append(name)
-            return getattr(group.member, name)(*args)
+            return message(*args)
 
         return call
 
-    names = ("psum", "reduce", "gather", "send")
-    return replace(group, member=group.member._replace(**{name: noted(name) for name in names})), sent
+    link = replace(group.member.link, psum=noted("psum", group.member.link.psum))
+    between = {name: noted(name, getattr(group.member, name)) for name in ("reduce", "gather", "send")}
+    return replace(group, member=group.member._replace(link=link, **between)), sent
 
 
 @SCHEDULES
