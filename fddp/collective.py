@@ -3,18 +3,26 @@
 Source: `allreduce_coalesced` in `torch.distributed`; `flatten_util.ravel_pytree` in JAX for the way there and back.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from fddp.flat import pack, unpack
 from fddp.group import Group
+from fddp.hook import Hook
+from fddp.link import axis_link
 from fddp.plan import BucketPlan
+from fddp.reduction import reductions, summed
 
 
 def all_reduce(
-    tree: Any, plan: BucketPlan, *, axis_name: str | None = None, group: Group | None = None, op: str = "sum"
+    tree: Any,
+    plan: BucketPlan,
+    *,
+    axis_name: str | None = None,
+    group: Group | None = None,
+    op: str = "sum",
+    hook: Hook | None = None,
 ) -> Any:
     """Sums a tree over replicas, one all-reduce per bucket; for use inside `jax.shard_map`, or a jitted step under MPI.
 
@@ -24,12 +32,14 @@ def all_reduce(
       axis_name: the mesh axis to sum over; or
       group: the group whose replicas to sum over.
       op: "sum", or "mean": the sum over the number of replicas.
+      hook: what is done with each bucket in place of the plain sum; one that remembers nothing.
 
     Returns:
       The reduced tree; leaves that do not travel under the plan stay each replica's own.
 
     Raises:
-      ValueError: not exactly one of axis_name and group, another op, or a tree that does not fit the plan.
+      ValueError: not exactly one of axis_name and group, another op, a hook that needs a state, or a tree that does not
+        fit the plan.
 
     Example:
       >>> import fddp, jax, jax.numpy as jnp
@@ -44,10 +54,17 @@ def all_reduce(
         raise ValueError(f"give one of axis_name and group, got axis_name={axis_name!r} and group={group!r}.")
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}.")
-    psum: Callable[[jax.Array], jax.Array] = (
-        group.member.link.psum if group is not None else lambda x: jax.lax.psum(x, axis_name)
-    )
-    size = group.size if group is not None else jax.lax.axis_size(axis_name)
-    over = size if op == "mean" else 1
-    reduced = unpack(plan, [psum(bucket) / over if over != 1 else psum(bucket) for bucket in pack(plan, tree)])
+    forms = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
+    memory = [hook.init(form) if hook else () for form in forms]
+    if jax.tree.leaves(memory):
+        raise ValueError(f"{hook} remembers things from step to step: use it with fddp.train_step.")
+    if group is not None:
+        link = group.member.link
+    else:
+        link = axis_link(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
+    sums = [
+        summed(link, reduction, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
+        for reduction, bucket, buffer in zip(reductions(plan, hook, None), plan.buckets, pack(plan, tree))
+    ]
+    reduced = unpack(plan, [total / link.size for total in sums] if op == "mean" else sums)
     return jax.tree.map(lambda own, new: own if new is None else new, tree, reduced, is_leaf=lambda x: x is None)

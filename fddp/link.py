@@ -97,9 +97,11 @@ def taken(link: Link, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     return result, sent
 
 
-def psum_bytes(size: int, nbytes: int) -> int:
-    """What each of so many replicas sends for the sum of an array."""
-    return -(-2 * (size - 1) * nbytes // size)
+def psum_bytes(link: Link, size: int, dtype: Any) -> int:
+    """What each replica sends for the sum of so many numbers."""
+    itemsize = jnp.dtype(dtype).itemsize
+    word = 4 if itemsize == 2 and not link.native16 else itemsize
+    return -(-2 * (link.size - 1) * size * word // link.size)
 
 
 def mpi_word(x: jax.Array) -> jax.Array:
@@ -115,22 +117,17 @@ def _of_one(link: Link) -> Link:
 
 
 def _noting(link: Link) -> Link:
-    def noted(f: Callable[[Array], Array], count: Callable[[int], int]) -> Callable[[Array], Array]:
+    def noted(f: Callable[[Array], Array], count: Callable[[Array], int]) -> Callable[[Array], Array]:
         def call(x: Array) -> Array:
-            link.sent.append(count(x.nbytes))
+            link.sent.append(count(x))
             return f(x)
 
         return call
 
-    def summed(x: Array) -> Array:
-        wide = x.dtype.itemsize == 2 and not link.native16
-        link.sent.append(psum_bytes(link.size, x.nbytes * (2 if wide else 1)))
-        return link.psum(x)
-
     size = link.size
     return replace(
         link,
-        psum=summed,
-        all_to_all=noted(link.all_to_all, lambda nbytes: nbytes * (size - 1) // size),
-        all_gather=noted(link.all_gather, lambda nbytes: nbytes * (size - 1)),
+        psum=noted(link.psum, lambda x: psum_bytes(link, x.size, x.dtype)),
+        all_to_all=noted(link.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
+        all_gather=noted(link.all_gather, lambda x: x.nbytes * (size - 1)),
     )

@@ -67,6 +67,16 @@ def trace(member: Member, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxp
     return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*args)
 
 
+def lifted(tree: Any) -> Any:
+    """What a replica has for itself, as it crosses a program's border: with a first dim, along which replicas lie."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def lowered(tree: Any) -> Any:
+    """The inverse of `lifted`."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
 def mesh_member(mesh: Mesh, axis_name: str) -> Member:
     """A member whose replicas are the devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local).
 

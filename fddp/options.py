@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
+
+from fddp.hook import Hook
 
 SCHEDULES = ("auto", "fused", "staged", "after")
 ORDERS = ("ready", "reverse")
@@ -29,10 +31,14 @@ class Options:
     """Micro-batches a step; one synchronization for all of them."""
     find_unused_parameters: bool = False
     """Whether to find the parameters that no replica used in a step, and leave them and their optimizer state alone."""
-    broadcast_buffers: bool = True
-    """Whether the model state of rank 0 is every replica's at the next forward; else each keeps its own."""
-    hook: None = None
-    """Reserved: a function of each bucket in place of the plain sum."""
+    broadcast_buffers: bool | Literal["mean"] = True
+    """Whose model state every replica has at the next forward: True: replica 0's; "mean": the mean of all (of floats;
+    of integers replica 0's); False: each its own."""
+    skip_all_reduce_unused_params: bool = False
+    """Whether buckets that no replica used are not sent; needs `find_unused_parameters`. Which these are is agreed on
+    in one tiny all-reduce before the first bucket leaves."""
+    hook: Hook | None = None
+    """What is done with each bucket in place of the plain sum: one of `fddp.hooks`, or the user's own."""
     ignore: Callable[[str], bool] | None = field(default=None, repr=False)
     """True for the path ("Dense_0/kernel") of a parameter that is to be left alone: neither sent nor trained."""
     schedule: str = "auto"
@@ -51,13 +57,17 @@ class Options:
         for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
-        if self.hook is not None:
-            raise ValueError(f"hook can only be None in this version of fddp, got {self.hook!r}.")
+        if self.hook is not None and not isinstance(self.hook, Hook):
+            raise TypeError(f"hook must be a fddp.Hook, one of fddp.hooks say, got {type(self.hook).__name__}.")
         if self.ignore is not None and not callable(self.ignore):
             raise TypeError(f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}.")
-        for name in ("find_unused_parameters", "broadcast_buffers", "donate"):
+        for name in ("find_unused_parameters", "skip_all_reduce_unused_params", "donate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.broadcast_buffers not in (True, False, "mean"):
+            raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
+        if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
+            raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
 
     @property
     def caps(self) -> dict[str, float]:

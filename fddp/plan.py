@@ -66,15 +66,17 @@ class BucketPlan:
     leaves: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
     treedef: Any
+    exact: bool = True
+    """Whether the last bucket arrives as it was sent: not when a hook changes it, or when it may not be sent at all."""
 
     @property
     def tail_rides(self) -> bool:
         """Whether loss, metrics and buffers can ride at the end of the last bucket, exactly.
 
-        They are float32 (or wider) numbers; a wire of 16-bit words would round them, and then they travel in one tiny
-        all-reduce of their own.
+        They are float32 (or wider) numbers; a wire of 16-bit words or a hook would round them, and then they travel in
+        one tiny all-reduce of their own.
         """
-        if not self.buckets or not jnp.issubdtype(self.buckets[-1].dtype, jnp.inexact):
+        if not self.exact or not self.buckets or not jnp.issubdtype(self.buckets[-1].dtype, jnp.inexact):
             return False
         return jnp.finfo(self.buckets[-1].dtype).bits >= 32
 

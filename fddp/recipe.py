@@ -4,7 +4,7 @@ It gathers contributions, lays them on wires, and when their sums come back it d
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,11 +13,13 @@ from jaxtyping import Array
 
 from fddp.accumulate import accumulate
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
-from fddp.member import Member
+from fddp.member import Member, lifted, lowered
 from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
 from fddp.options import Options
-from fddp.plan import BucketPlan
+from fddp.plan import BucketPlan, make_plan
 from fddp.program import differentiable
+from fddp.reduction import Reduction, reductions
+from fddp.schedule import Memory
 from fddp.state import Mean, TrainState
 
 
@@ -37,14 +39,23 @@ class Recipe:
     def local(self, plan: BucketPlan, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Wires, Any]:
         """What this replica sends, and what it keeps for itself."""
         _, pending = self._gather(state, pending, rows)
-        tail = pending.sums._replace(grads=())
+        tail = pending.sums._replace(grads=(), used=None if self._asks_first else pending.sums.used)
         sent, kept = self._buffers(pending.model_state)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        return add_tail(plan, pack(plan, grads), (tail, sent)), lifted(kept)
+        wires = add_tail(plan, pack(plan, grads), (tail, sent))
+        first = (pending.sums.used,) if self._asks_first else ()
+        return replace(wires, arrays=first + wires.arrays), lifted(kept)
 
-    def finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any) -> Any:
+    def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
+        """How the wires are summed over replicas."""
+        return reductions(plan, self.options.hook, self.chosen(params) if self._asks_first else None)
+
+    def finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
         """The result of a step, from the sums over all replicas."""
-        buckets, (tail, buffers) = take_tail(plan, wires)
+        first, arrays = (wires.arrays[:1], wires.arrays[1:]) if self._asks_first else ((), wires.arrays)
+        buckets, (tail, buffers) = take_tail(plan, replace(wires, arrays=arrays))
+        for used in first:
+            tail = tail._replace(used=used)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         came = plan.treedef.flatten_up_to(unpack(plan, buckets))
         # What did not travel has a gradient of zero.
@@ -52,7 +63,38 @@ class Recipe:
         means = mean(tail._replace(grads=grads))
         model_state = buffers if self.options.broadcast_buffers else lowered(kept)
         used = None if tail.used is None else _tree(plan, chosen, list(tail.used.astype(jnp.int32)))
-        return self.use(state, Mean(_tree(plan, chosen, means.grads), means.loss, means.aux, model_state, used))
+        grads = _tree(plan, chosen, means.grads)
+        return self.use(state, Mean(grads, means.loss, means.aux, model_state, sent, used))
+
+    def plan(self, params: Any, order: Sequence[int]) -> BucketPlan:
+        """The buckets of the trained leaves in this order."""
+        exact = self.options.hook is None and not self._asks_first
+        return replace(make_plan(params, order=order, **self.options.caps), exact=exact)
+
+    def remembered(self, params: Any) -> Any:
+        """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""
+        if self.options.hook is None:
+            return ()
+        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
+        return lifted(jax.tree.map(self.options.hook.init, forms))
+
+    def by_wire(self, plan: BucketPlan, hook_state: Any) -> Memory:
+        """What is remembered for the leaves of each bucket, in the order of the wires."""
+        if self.options.hook is None:
+            return ()
+        leaves = plan.treedef.flatten_up_to(hook_state)
+        first = ((),) if self._asks_first else ()
+        return first + tuple(tuple(leaves[i] for i in bucket.leaves) for bucket in plan.buckets)
+
+    def by_leaf(self, plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
+        """The inverse of `by_wire`; leaves that do not travel keep what `hook_state` has for them."""
+        if self.options.hook is None:
+            return hook_state
+        leaves = plan.treedef.flatten_up_to(hook_state)
+        for bucket, remembered in zip(plan.buckets, memory[1:] if self._asks_first else memory):
+            for i, new in zip(bucket.leaves, remembered):
+                leaves[i] = new
+        return plan.treedef.unflatten(leaves)
 
     def hold(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
         """What is pending when these rows are added, and their own mean loss and aux."""
@@ -79,6 +121,11 @@ class Recipe:
         chosen = set(self.chosen(params))
         return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
+    @property
+    def _asks_first(self) -> bool:
+        """Whether a wire of its own tells which leaves are used, before any bucket leaves."""
+        return self.options.skip_all_reduce_unused_params
+
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
         was = _start(state) if pending is None else lowered(pending)
@@ -99,21 +146,14 @@ class Recipe:
         if not self.options.broadcast_buffers:
             return None, model_state
         # Replica 0's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        mine = self.member.link.number() == 0
-        return jax.tree.map(lambda x: jnp.where(mine, x, jnp.zeros_like(x)), model_state), None
+        mine, size = self.member.link.number() == 0, self.member.link.size
 
+        def part(x: Array) -> Array:
+            if self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact):
+                return x / size
+            return jnp.where(mine, x, jnp.zeros_like(x))
 
-# What a replica has for itself crosses a program's border with a first dim, along which the replicas' lie.
-
-
-def lifted(tree: Any) -> Any:
-    """What one replica has for itself, as it crosses a program's border."""
-    return jax.tree.map(lambda x: x[None], tree)
-
-
-def lowered(tree: Any) -> Any:
-    """The inverse of `lifted`."""
-    return jax.tree.map(lambda x: x[0], tree)
+        return jax.tree.map(part, model_state), None
 
 
 def _start(state: TrainState) -> Pending:

@@ -20,7 +20,7 @@ from fddp.group import Group
 from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Sums
 from fddp.options import Options
-from fddp.plan import BucketPlan, make_plan
+from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order
 from fddp.recipe import Recipe
 from fddp.replicas import described, verify
@@ -51,17 +51,17 @@ class Reducer:
             self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
         )
 
-    def reduce(self, state: TrainState, batch: Any) -> Any:
-        """Gradients of all replicas' rows, averaged, then `use`."""
+    def reduce(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+        """Gradients of all replicas' rows, averaged, then `use`; and the state of the hook."""
         rows = self._rows(state, batch, "step")
-        return self.runner.run(state._replace(accumulated=None), state.accumulated, rows)
+        result, memory = self.runner.run(*self._arguments(state), rows)
+        return result, self.recipe.by_leaf(self._settled[0], state.hook_state, memory)
 
     def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
         """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
         rows = self._rows(state, batch, "no_sync")
-        accumulated, means = self._hold(
-            state._replace(accumulated=None), state.accumulated, self.group.member.feed(rows)
-        )
+        equal, pending, _ = self._arguments(state)
+        accumulated, means = self._hold(equal, pending, self.group.member.feed(rows))
         return state._replace(accumulated=accumulated), means
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -69,14 +69,23 @@ class Reducer:
         rows = self._rows(state, batch, "step")
         if self.runner.lower is None:
             raise ValueError("this step runs several programs; a step that can be lowered has schedule='fused'.")
-        return self.runner.lower(state._replace(accumulated=None), state.accumulated, rows)
+        return self.runner.lower(*self._arguments(state), rows)
 
     @property
     def runner(self) -> Runner:
         """What the schedule made of the step."""
-        if self._runner is None:
+        return self._settled[1]
+
+    @property
+    def _settled(self) -> tuple[BucketPlan, Runner]:
+        if self.plan is None or self._runner is None:
             raise ValueError("there is no program yet: the first batch settles it.")
-        return self._runner
+        return self.plan, self._runner
+
+    def _arguments(self, state: TrainState) -> tuple[TrainState, Any, Any]:
+        """What is equal on all replicas, what is pending, and what is remembered for each wire."""
+        memory = () if self.plan is None else self.recipe.by_wire(self.plan, state.hook_state)
+        return state._replace(accumulated=None, hook_state=()), state.accumulated, memory
 
     def expect(self, params: Any) -> None:
         """Prepares for parameters of this form; what was settled for another form is forgotten."""
@@ -86,7 +95,7 @@ class Reducer:
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
-        return make_plan(params, order=self.recipe.chosen(params)[::-1], **self.options.caps)
+        return self.recipe.plan(params, self.recipe.chosen(params)[::-1])
 
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
         """A batch that fits; the first one settles the plan."""
@@ -102,6 +111,7 @@ class Reducer:
 
         def describe() -> Iterable[str]:
             self._check(state, batch)
+            self._check_memory(state)
             program, told, paths = self._trace(state, batch)
             found.append((self._order(state, program), paths, self._schedule(program)))
             return [
@@ -124,8 +134,12 @@ class Reducer:
         paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
         dead = {i for i, path in zip(self.recipe.chosen(state.params), paths) if not path}
         order = [i for i in order if i not in dead]
-        self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
-        pieces = Pieces(partial(self.recipe.local, plan), partial(self.recipe.finish, plan))
+        self.plan = plan = self.recipe.plan(state.params, order)
+        pieces = Pieces(
+            partial(self.recipe.local, plan),
+            self.recipe.reductions(plan, state.params),
+            partial(self.recipe.finish, plan),
+        )
         self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
 
     def _check(self, state: TrainState, batch: Any) -> None:
@@ -149,6 +163,18 @@ class Reducer:
                     f"the state has gradients pending of {len(pending)} replicas, this group has "
                     f"{self.group.member.share}; synchronize with a step before the number of replicas changes."
                 )
+
+    def _check_memory(self, state: TrainState) -> None:
+        share = self.group.member.share
+        forms = jax.eval_shape(self.recipe.remembered, state.params)
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
+        got, wanted = described("", state.hook_state), described("", wanted)
+        if got != wanted:
+            raise ValueError(
+                f"the state's hook_state is not that of {self.options.hook} on {share} replicas: it has "
+                f"{'; '.join(got) or 'nothing'} instead of {'; '.join(wanted) or 'nothing'}. Take the one of a new "
+                "step.init(params), and what was remembered is lost, or the hook and replicas it was made with."
+            )
 
     @property
     def _replicas(self) -> int:

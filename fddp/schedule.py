@@ -1,20 +1,26 @@
 """Three pieces of a step, and how they are launched.
 
-`local` makes a replica's gradients and packs them, a sum over replicas makes them everybody's, `finish` uses them.
+`local` makes a replica's gradients and packs them, a reduction makes each wire's sum over replicas, `finish` uses them.
 A schedule says only which of these share an XLA program and what waits for what; the mathematics is the pieces' own.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from fddp.flat import Wires
-from fddp.member import EVERYWHERE, Member, trace
+from fddp.link import MOST, psum_bytes
+from fddp.member import EVERYWHERE, Member, lifted, lowered, trace
+from fddp.reduction import PLAIN, Reduction, summed
 from fddp.stages import Stage, cut
 from fddp.timeline import Span, Timeline
 
@@ -24,17 +30,23 @@ class Pieces(NamedTuple):
 
     local: Callable[[Any, Any, Any], tuple[Wires, Any]]
     """(state, pending, rows) → what this replica sends, and what it keeps for itself."""
-    finish: Callable[[Any, Wires, Any], Any]
-    """(state, what came back, what was kept) → the step's result, equal on all replicas."""
+    reductions: tuple[Reduction, ...]
+    """How each wire is summed; further ones plainly."""
+    finish: Callable[[Any, Wires, Any, Any], Any]
+    """(state, what came back, what was kept, bytes sent per wire) → the step's result, equal on all replicas."""
+
+
+# What the reductions remember from step to step, one tree for each that is named.
+Memory = tuple[Any, ...]
 
 
 class Runner(NamedTuple):
     """A step that can be run."""
 
-    run: Callable[[Any, Any, Any], Any]
-    """(state, pending, rows) → the step's result; state is equal everywhere, pending each replica's own, rows this
-    process's, wherever they are."""
-    lower: Callable[[Any, Any, Any], jax.stages.Lowered] | None
+    run: Callable[[Any, Any, Memory, Any], tuple[Any, Memory]]
+    """(state, pending, memory, rows) → the step's result, and what to remember; state is equal everywhere, pending and
+    memory each replica's own, rows this process's, wherever they are."""
+    lower: Callable[[Any, Any, Memory, Any], jax.stages.Lowered] | None
     """The step as XLA gets it, where it is one program."""
     timeline: Callable[[], Timeline] | None
     """When the last step computed and communicated, where it is several programs."""
@@ -56,18 +68,23 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
       The runner.
     """
 
-    def step(state: Any, pending: Any, rows: Any) -> Any:
+    def step(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         wires, kept = pieces.local(state, pending, rows)
-        return pieces.finish(state, jax.tree.map(member.link.psum, wires), kept)
+        sums: list[tuple[Any, Any, Any]] = []
+        for reduction, mine, wire in _matched(pieces, lowered(memory), wires):
+            sums.append(summed(member.link, reduction, sums[0][0] if sums else None, wire, mine))
+        totals, new, sent = zip(*sums)
+        result = pieces.finish(state, replace(wires, arrays=totals), kept, jnp.stack(sent))
+        return result, lifted(new[: len(memory)])
 
     own = member.own
-    program = member.program(step, (EVERYWHERE, own, own), EVERYWHERE, donate=(0,) if donate else ())
+    program = member.program(step, (EVERYWHERE, own, own, own), (EVERYWHERE, own), donate=(0, 2) if donate else ())
 
-    def run(state: Any, pending: Any, rows: Any) -> Any:
-        return program(state, pending, member.feed(rows))
+    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+        return program(state, pending, memory, member.feed(rows))
 
-    def lower(state: Any, pending: Any, rows: Any) -> jax.stages.Lowered:
-        return program.lower(state, pending, member.feed(rows))
+    def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
+        return program.lower(state, pending, memory, member.feed(rows))
 
     return Runner(run, lower, None)
 
@@ -85,17 +102,18 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """
     own = member.own
     local = member.program(pieces.local, (EVERYWHERE, own, own), own)
-    finish = _finish(member, pieces, donate)
+    send, finish = _sending(member, pieces, donate), _finish(member, pieces, donate)
     spans: list[Span] = []
 
-    def run(state: Any, pending: Any, rows: Any) -> Any:
+    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         spans.clear()
         clock = perf_counter()
         wires, kept = jax.block_until_ready(local(state, pending, member.feed(rows)))
         spans.append(Span("compute", "backward", clock, perf_counter()))
-        sent = [_sent(member, k, wire) for k, wire in enumerate(wires.arrays)]
-        spans.extend(span for _, span in sent)
-        return finish(state, replace(wires, arrays=tuple(total for total, _ in sent)), kept)
+        sends: list[Sent] = []
+        for wire in wires.arrays:
+            sends.append(send(len(sends), memory, lambda: sends[0], wire))
+        return finish(state, wires, kept, memory, sends, spans)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))
 
@@ -114,20 +132,30 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
       The runner; stages are cut and compiled once for each form of its arguments.
     """
     own = member.own
-    finish = _finish(member, pieces, donate)
+    send, finish = _sending(member, pieces, donate), _finish(member, pieces, donate)
     programs: dict[Any, _Staged] = {}
     spans: list[Span] = []
 
-    def run(state: Any, pending: Any, rows: Any) -> Any:
+    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         rows = member.place(rows, own)
         leaves, treedef = jax.tree.flatten((state, pending, rows))
         form = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if form not in programs:
             programs[form] = _compile(member, pieces, state, pending, rows)
-        wires, kept = _launch(member, programs[form], leaves, spans)
-        return finish(state, wires, kept)
+        wires, kept, sends = _launch(programs[form], leaves, partial(send, memory=memory), spans)
+        return finish(state, wires, kept, memory, sends, spans)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))
+
+
+class Sent(NamedTuple):
+    """A wire that has come back."""
+
+    total: jax.Array
+    memory: Any
+    nbytes: Any
+    """Bytes that each replica sent."""
+    span: Span
 
 
 class _Staged(NamedTuple):
@@ -169,9 +197,11 @@ def _program(member: Member, stage: Stage, specs: list[PartitionSpec]) -> Callab
     return member.program(body, in_specs, member.own)
 
 
-def _launch(member: Member, staged: _Staged, leaves: list[jax.Array], spans: list[Span]) -> tuple[Wires, Any]:
+def _launch(
+    staged: _Staged, leaves: list[jax.Array], send: Callable[..., Sent], spans: list[Span]
+) -> tuple[Wires, Any, list[Sent]]:
     values = dict(enumerate(leaves))
-    sends: list[Future[tuple[jax.Array, Span]]] = []
+    sends: list[Future[Sent]] = []
     kept: list[jax.Array] = []
     spans.clear()
     clock = perf_counter()
@@ -184,7 +214,7 @@ def _launch(member: Member, staged: _Staged, leaves: list[jax.Array], spans: lis
             nonlocal clock
             jax.block_until_ready(wire)
             spans.append(Span("compute", f"stage {len(sends)}", clock, clock := perf_counter()))
-            sends.append(link.submit(_sent, member, len(sends), wire))
+            sends.append(link.submit(send, len(sends), first=lambda: sends[0].result(), wire=wire))
 
         for stage, program in zip(staged.stages, staged.programs):
             results = program(*(values[number] for number in stage.reads))
@@ -198,17 +228,57 @@ def _launch(member: Member, staged: _Staged, leaves: list[jax.Array], spans: lis
             del results
         if made is not None:
             leave(made)
-        totals = [send.result() for send in sends]
-    spans.extend(span for _, span in totals)
-    return jax.tree.unflatten(staged.wires, [*(total for total, _ in totals), *kept])
+        done = [send.result() for send in sends]
+    return *jax.tree.unflatten(staged.wires, [*(sent.total for sent in done), *kept]), done
 
 
-def _sent(member: Member, k: int, wire: jax.Array) -> tuple[jax.Array, Span]:
-    start = perf_counter()
-    total = member.reduce(wire)
-    return total, Span("communication", f"bucket {k}", start, perf_counter(), wire.nbytes // member.share)
+def _sending(member: Member, pieces: Pieces, donate: bool) -> Callable[..., Sent]:
+    """Makes `send(k, memory, first, wire)`: the sum of wire k between programs; blocks the calling thread."""
+    own = member.own
+
+    def program(reduction: Reduction) -> Callable[..., Any]:
+        def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any]:
+            total, mine, sent = summed(member.link, reduction, None, wire, lowered(mine))
+            return total, lifted(mine), sent
+
+        return member.program(run, (own, own), (EVERYWHERE, own, EVERYWHERE), donate=(1,) if donate else ())
+
+    programs = [program(reduction) for reduction in pieces.reductions]
+
+    def send(k: int, memory: Memory, first: Callable[[], Sent], wire: jax.Array) -> Sent:
+        start = perf_counter()
+        reduction = pieces.reductions[k] if k < len(pieces.reductions) else PLAIN
+        mine = memory[k] if k < len(memory) else ()
+        size = wire.size // member.share
+        if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
+            total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
+        elif reduction.apply is None:
+            total, sent = member.reduce(wire), psum_bytes(member.link, size, wire.dtype)
+        else:
+            total, mine, sent = jax.block_until_ready(programs[k](wire, mine))
+        nbytes = size * wire.dtype.itemsize
+        return Sent(total, mine, sent, Span("communication", reduction.name, start, perf_counter(), nbytes))
+
+    return send
 
 
-def _finish(member: Member, pieces: Pieces, donate: bool) -> Callable[..., Any]:
-    in_specs = (EVERYWHERE, EVERYWHERE, member.own)
-    return member.program(pieces.finish, in_specs, EVERYWHERE, donate=(0,) if donate else ())
+def _finish(member: Member, pieces: Pieces, donate: bool) -> Callable[..., tuple[Any, Memory]]:
+    in_specs = (EVERYWHERE, EVERYWHERE, member.own, EVERYWHERE)
+    program = member.program(pieces.finish, in_specs, EVERYWHERE, donate=(0,) if donate else ())
+
+    def finish(
+        state: Any, wires: Wires, kept: Any, memory: Memory, sends: list[Sent], spans: list[Span]
+    ) -> tuple[Any, Memory]:
+        spans.extend(send.span for send in sends)
+        wires = replace(wires, arrays=tuple(send.total for send in sends))
+        sent = np.array([min(int(send.nbytes), MOST) for send in sends], np.uint32)
+        return program(state, wires, kept, sent), tuple(send.memory for send in sends[: len(memory)])
+
+    return finish
+
+
+def _matched(pieces: Pieces, memory: Memory, wires: Wires) -> list[tuple[Reduction, Any, jax.Array]]:
+    """Each wire with its reduction and what that remembers."""
+    count = len(wires.arrays)
+    reductions = (*pieces.reductions, *repeat(PLAIN, count - len(pieces.reductions)))
+    return list(zip(reductions, (*memory, *repeat((), count - len(memory))), wires.arrays))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from fddp.group import Group
 from fddp.member import EVERYWHERE
@@ -36,6 +36,9 @@ class StepInfo(NamedTuple):
     used: Any = None
     """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
     synchronization; 0 for leaves that are not trained."""
+    sent: UInt32[Array, " messages"] | tuple[()] = ()
+    """Bytes that each replica sent for each sum over replicas: one for each bucket, and for what travels alone. Of p
+    replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
 
 
 class TrainStep:
@@ -67,9 +70,10 @@ class TrainStep:
             (EVERYWHERE,),
             EVERYWHERE,
         )
+        remember = group.member.program(self._reducer.recipe.remembered, (EVERYWHERE,), group.member.own)
         self._reducer.expect(params)
         number = group.member.place(np.zeros((), np.int32), EVERYWHERE)
-        return TrainState(number, params, make(params), model_state, (), None, rng)
+        return TrainState(number, params, make(params), model_state, remember(params), None, rng)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
@@ -86,7 +90,8 @@ class TrainStep:
           ValueError: rows are missing or cannot be divided; at the first batch on every rank.
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
-        return self._reducer.reduce(state, batch)
+        (state, info), hook_state = self._reducer.reduce(state, batch)
+        return state._replace(hook_state=hook_state), info
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.
@@ -199,7 +204,7 @@ def train_step(
         new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
         params = _with(state.params, new)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
-        return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used))
+        return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
 
     reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
     return TrainStep(reducer, optimizer)
@@ -254,7 +259,11 @@ def value_and_grad(
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         refuse_tracers((params, batch))
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
-        return reducer.reduce(reducer.group.member.place(state, EVERYWHERE), batch)
+        state = reducer.group.member.place(state, EVERYWHERE)
+        hook_state = reducer.recipe.remembered(state.params)
+        if jax.tree.leaves(hook_state):
+            raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
+        return reducer.reduce(state._replace(hook_state=hook_state), batch)[0]
 
     return f
 

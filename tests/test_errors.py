@@ -167,7 +167,7 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"order": "forward"}, ValueError, "order must be one of ready, reverse, got 'forward'"),
         ({"schedule": "later"}, ValueError, "schedule must be one of auto, fused.*, got 'later'"),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
-        ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True or False, got 'yes'"),
+        ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
         ({"bucket_cap": 5}, TypeError, "has no option 'bucket_cap'; it has bucket_cap_mb, "),
     ],
     ids=str,

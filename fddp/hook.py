@@ -1,0 +1,108 @@
+"""What a communication hook is: what is done with a bucket in place of the plain sum over replicas.
+
+A `Hook` is a pair of pure functions. `apply` runs on every replica, with that replica's own bucket, and talks to the
+others over a `Link`; what it wants to remember until the next step (a rounding error, a warm start) it keeps for each
+leaf of the parameters, so that it outlives a new plan and can be saved. The hooks themselves are in `hooks`.
+
+Source: `register_comm_hook` and `GradBucket` in PyTorch.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from fddp.link import Link, taken
+
+State = tuple[Any, ...]
+
+
+class GradBucket(NamedTuple):
+    """A bucket as a hook gets it; named as in PyTorch."""
+
+    buffer: Shaped[Array, " n"]
+    """This replica's contributions, Σ w·g over its micro-batches, leaf after leaf."""
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    """The form of each leaf in it."""
+
+
+class Hook(NamedTuple):
+    """How a bucket is summed over replicas.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> loss = lambda w, x: jnp.mean((x - w) ** 2)
+      >>> step = fddp.train_step(loss, optax.sgd(0.25), hook=fddp.hooks.bf16())
+      >>> state, info = step(step.init(jnp.zeros(())), jnp.full(8, 2.0))
+      >>> float(state.params)
+      1.0
+    """
+
+    init: Callable[[jax.ShapeDtypeStruct], Any]
+    """A leaf's form → what each replica remembers for it at first: a tree of arrays, () for nothing."""
+    apply: Callable[[Link, GradBucket, State], tuple[Array, State]]
+    """(link, bucket, what is remembered for its leaves) → the sum over replicas, like the buffer and equal on all of
+    them, and what to remember now. It must call the link's collectives in the same order on every replica."""
+    name: str = "a hook of the user's own"
+    """Compared between ranks."""
+
+    def __repr__(self) -> str:
+        return f"Hook({self.name})"
+
+
+def allreduce() -> Hook:
+    """The plain sum (PyTorch's `allreduce_hook`)."""
+    return Hook(nothing, lambda link, bucket, state: (link.psum(bucket.buffer), state), "allreduce")
+
+
+def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
+    """Uses another hook for the first steps: early gradients bear compression badly (PyTorch's `start_powerSGD_iter`).
+
+    Args:
+      step: how many steps go by before `hook` begins.
+      hook: what is used then.
+      first: what is used before; None: `allreduce()`.
+
+    Returns:
+      The hook.
+
+    Raises:
+      ValueError: step is no whole number of 0 or more.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"starting: step must be a whole number of 0 or more, got {step!r}.")
+    first = first or allreduce()
+
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        return {"step": jnp.zeros((), jnp.int32), "first": first.init(leaf), "then": hook.init(leaf)}
+
+    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        def phase(hook: Hook, name: str) -> Callable[[State], Any]:
+            def run(state: State) -> Any:
+                own = tuple(leaf[name] for leaf in state)
+                (total, own), sent = taken(link, hook.apply, link, bucket, own)
+                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), jnp.uint32(sent)
+
+            return run
+
+        early = state[0]["step"] < step
+        total, state, sent = jax.lax.cond(early, phase(first, "first"), phase(hook, "then"), state)
+        link.sent.append(sent)
+        return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in state)
+
+    return Hook(init, apply, f"starting({step}, {hook.name}, {first.name})")
+
+
+def split(bucket: GradBucket) -> list[Array]:
+    """The leaves in a bucket's buffer."""
+    pieces = jax.lax.split(bucket.buffer, [math.prod(leaf.shape) for leaf in bucket.leaves])
+    return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, bucket.leaves)]
+
+
+def nothing(leaf: jax.ShapeDtypeStruct) -> tuple[()]:
+    """What a hook without a memory begins with."""
+    del leaf
+    return ()

@@ -1,0 +1,193 @@
+"""The communication hooks: 16 and 8 bits, sparse and low-rank sums, and none at all.
+
+They compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
+sums.
+
+Source: `ddp_comm_hooks` in PyTorch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8, Shaped
+
+from fddp.hook import GradBucket, Hook, State, nothing, split
+from fddp.hook import allreduce as allreduce
+from fddp.hook import starting as starting
+from fddp.link import Link
+from fddp.lowrank import powersgd as powersgd
+
+BYTES_OF_A_SCALE = 4
+
+
+def noop() -> Hook:
+    """Sends nothing, to see what a step costs without traffic: each replica goes on as if all had its gradients.
+
+    Replicas then differ; only for debugging (PyTorch's `noop_hook`).
+    """
+    return Hook(nothing, lambda link, bucket, state: (bucket.buffer * link.size, state), "noop")
+
+
+def bf16(hook: Hook | None = None) -> Hook:
+    """Sends float sums as bfloat16: half the bytes (PyTorch's `bf16_compress_hook` and its wrapper).
+
+    Args:
+      hook: whose sums; None: `allreduce()`.
+
+    Returns:
+      The hook. Where all-reduces know no 16 bits (CPUs, MPI) every replica gets a part of everybody's words
+      (all-to-all), adds them up in float32 and hands the sum round (all-gather).
+    """
+    hook = hook or allreduce()
+
+    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        return hook.apply(replace(link, psum=partial(_narrow_psum, link, jnp.bfloat16)), bucket, state)
+
+    return Hook(hook.init, apply, f"bf16({hook.name})")
+
+
+def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
+    """Sends float sums as float16 (PyTorch's `fp16_compress_hook` and its wrapper).
+
+    Args:
+      hook: whose sums; None: `allreduce()`.
+      predivide: what a replica's part is divided by before it is rounded, and the sum multiplied by afterwards, so
+        that the sum stays below 65,504; None: the number of replicas.
+
+    Returns:
+      The hook.
+
+    Raises:
+      ValueError: predivide is not above 0.
+    """
+    if predivide is not None and not predivide > 0:
+        raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
+    hook = hook or allreduce()
+
+    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        by = predivide or link.size
+        psum = lambda x: by * _narrow_psum(link, jnp.float16, x / by)  # noqa: E731
+        return hook.apply(replace(link, psum=psum), bucket, state)
+
+    return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
+
+
+def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
+    """Sends 8-bit integers, each block of numbers with a scale of its own (PyTorch's `quantization_pertensor_hook`).
+
+    Args:
+      block: how many numbers share a scale.
+      error_feedback: whether what rounding takes away is added to the next step's gradients.
+
+    Returns:
+      The hook: all-to-all of 8-bit parts, sums in float32, all-gather of 8-bit sums. About a quarter of the bytes.
+
+    Raises:
+      ValueError: block is no whole number of 1 or more.
+    """
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"quantize: block must be a whole number of 1 or more, got {block!r}.")
+
+    def reduce(link: Link, x: Float[Array, " n"]) -> tuple[Array, Array]:
+        message = _to_int8(_rows(x, link.size, block), block)
+        arrived = _from_int8(link.all_to_all(message), block)
+        total = link.all_gather(_to_int8(arrived.sum(0), block))
+        return _from_int8(total, block).reshape(-1)[: x.size], _from_int8(message, block).reshape(-1)[: x.size]
+
+    return _compressed(reduce, error_feedback, f"quantize(block={block}, error_feedback={error_feedback})")
+
+
+def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
+    """Sends only each replica's largest numbers and where they are (Aji and Heafield 2017; Stich et al. 2018).
+
+    Args:
+      ratio: which share of a bucket's numbers, above 0 and up to 1.
+      error_feedback: whether what was not sent is added to the next step's gradients.
+
+    Returns:
+      The hook. Every replica gets everybody's numbers: 8 (p − 1) bytes for each, so ratio × p should be small.
+
+    Raises:
+      ValueError: ratio is out of its range.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
+
+    def reduce(link: Link, x: Float[Array, " n"]) -> tuple[Array, Array]:
+        _, where = jax.lax.top_k(jnp.abs(x), math.ceil(ratio * x.size))
+        values = jax.lax.bitcast_convert_type(x[where].astype(jnp.float32), jnp.int32)
+        places, values = jnp.split(link.all_gather(jnp.concatenate([where.astype(jnp.int32), values])), 2, axis=1)
+        values = jax.lax.bitcast_convert_type(values, jnp.float32).astype(x.dtype)
+        own = jnp.zeros_like(x).at[where].set(x[where].astype(jnp.float32).astype(x.dtype))
+        return jnp.zeros_like(x).at[places.reshape(-1)].add(values.reshape(-1)), own
+
+    return _compressed(reduce, error_feedback, f"topk({ratio}, error_feedback={error_feedback})")
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _compressed(reduce: Callable[[Link, Array], tuple[Array, Array]], error_feedback: bool, name: str) -> Hook:
+    """A hook that sends an approximation, `reduce(link, x)` → (sum over replicas, what stood for x in it), and
+    remembers what it left out. Complex numbers are summed as they are."""
+
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and _is_float(leaf.dtype) else ()
+
+    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        buffer = bucket.buffer
+        if not _is_float(buffer.dtype):
+            return link.psum(buffer), state
+        if not error_feedback:
+            return reduce(link, buffer)[0].astype(buffer.dtype), state
+        wanted = buffer + jnp.concatenate([left.reshape(-1) for left in state])
+        total, stood = reduce(link, wanted)
+        left = bucket._replace(buffer=wanted - stood.astype(wanted.dtype))
+        return total.astype(buffer.dtype), tuple(split(left))
+
+    return Hook(init, apply, name)
+
+
+def _narrow_psum(link: Link, dtype: Any, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """A sum whose words on the wire have 16 bits; integers and what is as narrow already go as they are."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = _narrow_psum(link, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]))
+        return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
+    if not _is_float(x.dtype):
+        return link.psum(x)
+    if link.native16:
+        return link.psum(x.astype(dtype)).astype(x.dtype)
+    rows = jax.lax.bitcast_convert_type(_rows(x.astype(dtype), link.size), jnp.uint16)
+    part = jax.lax.bitcast_convert_type(link.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
+    total = link.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
+    return jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
+
+
+def _rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array, "count m"]:
+    """An array as so many rows of one length, a multiple of some number, with zeros at its end."""
+    length = multiple * math.ceil(x.size / (count * multiple))
+    return jnp.pad(x, (0, count * length - x.size)).reshape(count, length)
+
+
+def _to_int8(x: Float[Array, "... m"], block: int) -> Int8[Array, "... k"]:
+    """Rows of whole blocks as bytes: the numbers, −127 to 127 times the block's scale, then the scales as they are."""
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+    scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+    numbers = jnp.round(blocks / jnp.where(scales == 0, 1, scales)).astype(jnp.int8)
+    words = jax.lax.bitcast_convert_type(scales[..., 0], jnp.int8)
+    return jnp.concatenate([numbers.reshape(x.shape), words.reshape(*x.shape[:-1], -1)], axis=-1)
+
+
+def _from_int8(message: Int8[Array, "... k"], block: int) -> Float[Array, "... m"]:
+    count = message.shape[-1] // (block + BYTES_OF_A_SCALE)
+    numbers, words = jnp.split(message, [count * block], axis=-1)
+    scales = jax.lax.bitcast_convert_type(words.reshape(*words.shape[:-1], count, BYTES_OF_A_SCALE), np.float32)
+    blocks = numbers.reshape(*numbers.shape[:-1], count, block).astype(jnp.float32) * scales[..., None]
+    return blocks.reshape(numbers.shape)

@@ -1,0 +1,121 @@
+"""Gradients as products of two thin matrices: PowerSGD, for links that are much slower than the backward pass.
+
+A matrix M = Σ M_r of n × m numbers travels as P (n × rank) and Q (m × rank): one step of subspace iteration a training
+step, P = M Q made orthonormal, Q = Mᵀ P, in two sums over replicas; M ≈ P Qᵀ. What this leaves out of a replica's own
+M_r is added to its next gradients.
+
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019); `powerSGD_hook` in PyTorch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fddp.hook import GradBucket, Hook, State, split, starting
+from fddp.link import Link
+
+
+def powersgd(
+    rank: int = 1,
+    *,
+    start_step: int = 1000,
+    warm_start: bool = True,
+    error_feedback: bool = True,
+    min_compression_rate: float = 2,
+) -> Hook:
+    """Sends matrices as products of two thin ones (PyTorch's `powerSGD_hook`).
+
+    Args:
+      rank: columns of the thin matrices; more are more exact and more bytes.
+      start_step: how many steps go by with plain sums first.
+      warm_start: whether Q of the last step is where the next begins; else random numbers.
+      error_feedback: whether what was left out is added to the next step's gradients.
+      min_compression_rate: a leaf whose factors are not so many times smaller is sent as it is, like vectors. A leaf
+        of more than two dims counts as a matrix of its last dim.
+
+    Returns:
+      The hook.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> import fddp, jax, jax.numpy as jnp, optax
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> step = fddp.train_step(loss, optax.sgd(0.1), hook=fddp.hooks.powersgd(2, start_step=0))
+      >>> state, info = step(step.init(jnp.ones((64, 64))), jnp.eye(64))
+      >>> state.hook_state["then"]["q"].shape
+      (1, 64, 2)
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"powersgd: rank must be a whole number of 1 or more, got {rank!r}.")
+    if not min_compression_rate >= 0:
+        raise ValueError(f"powersgd: min_compression_rate must be 0 or more, got {min_compression_rate!r}.")
+
+    def rank_of(leaf: jax.ShapeDtypeStruct) -> int:
+        """Columns of the factors of a leaf; 0 for one that is sent as it is."""
+        if len(leaf.shape) < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating) or not math.prod(leaf.shape):
+            return 0
+        n, m = _matrix_shape(leaf)
+        columns = min(rank, n, m)
+        return columns if columns * (n + m) * min_compression_rate < n * m else 0
+
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        if not rank_of(leaf):
+            return ()
+        error = {"error": jnp.zeros(leaf.shape, leaf.dtype)} if error_feedback else {}
+        count = {} if warm_start else {"step": jnp.zeros((), jnp.int32)}
+        return {"q": _random(leaf, rank_of(leaf), 0)} | error | count
+
+    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        leaves, remembered = split(bucket), list(state)
+        chosen = [i for i, leaf in enumerate(bucket.leaves) if rank_of(leaf)]
+        plain = [i for i in range(len(leaves)) if i not in chosen]
+        matrices, starts = [], []
+        for i in chosen:
+            wanted = leaves[i] + (state[i]["error"] if error_feedback else 0)
+            matrices.append(wanted.reshape(_matrix_shape(bucket.leaves[i])))
+            again = None if warm_start else _random(bucket.leaves[i], rank_of(bucket.leaves[i]), state[i]["step"] + 1)
+            starts.append(state[i]["q"] if again is None else again)
+        p_sums = _sums(link, [m @ q for m, q in zip(matrices, starts)] + [leaves[i] for i in plain])
+        bases = [_orthonormal(p) for p in p_sums[: len(chosen)]]
+        q_sums = _sums(link, [m.T @ p for m, p in zip(matrices, bases)])
+        for i, total in zip(plain, p_sums[len(chosen) :]):
+            leaves[i] = total
+        for i, m, p, q in zip(chosen, matrices, bases, q_sums):
+            leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
+            error = {"error": (m - p @ (p.T @ m)).reshape(leaves[i].shape)} if error_feedback else {}
+            # Q's scale would grow without end; its directions are what the next step begins with.
+            count = {} if warm_start else {"step": state[i]["step"] + 1}
+            remembered[i] = {"q": _orthonormal(q)} | error | count
+        return jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), tuple(remembered)
+
+    words = f"{rank}, warm_start={warm_start}, error_feedback={error_feedback}, {min_compression_rate}"
+    return starting(start_step, Hook(init, apply, f"powersgd({words})"))
+
+
+def _matrix_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    return math.prod(leaf.shape[:-1]), leaf.shape[-1]
+
+
+def _random(leaf: jax.ShapeDtypeStruct, rank: int, step: Any) -> Float[Array, "m rank"]:
+    """The same numbers on every replica."""
+    return jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (leaf.shape[-1], rank), leaf.dtype)
+
+
+def _orthonormal(x: Float[Array, "n rank"]) -> Float[Array, "n rank"]:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.linalg.qr(wide)[0].astype(x.dtype)
+
+
+def _sums(link: Link, arrays: Sequence[Array]) -> list[Array]:
+    """Sums over replicas, in one message."""
+    if not arrays:
+        return []
+    total = link.psum(jnp.concatenate([x.reshape(-1) for x in arrays]))
+    pieces = jax.lax.split(total, [x.size for x in arrays])
+    return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays)]

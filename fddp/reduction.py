@@ -1,0 +1,89 @@
+"""How the sum of a wire is made: plainly, through a hook, or not at all where no replica used what is on it.
+
+Source: `register_comm_hook` and `skip_all_reduce_unused_params` in PyTorch; paper section 6.2.2 for layers that are
+dropped.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped, UInt32
+
+from fddp.hook import GradBucket, Hook
+from fddp.link import MOST, Link, taken
+from fddp.plan import Bucket, BucketPlan
+
+
+class Reduction(NamedTuple):
+    """The sum of one wire over replicas."""
+
+    name: str = "tail"
+    apply: Callable[[Link, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
+    """(link, wire, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
+    a better way for between programs."""
+    leaves: tuple[int, ...] | None = None
+    """Places in the mask, which is then the first wire; it is sent if a replica used one of them. None: always."""
+
+
+PLAIN = Reduction()
+
+
+def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None) -> tuple[Reduction, ...]:
+    """The sums of a step's wires; those that it does not name (the tail's, if it travels alone) are plain.
+
+    Args:
+      plan: the buckets.
+      hook: what is done with each bucket; None: the plain sum.
+      mask: the leaves that a first wire tells the use of, so that buckets which nobody used are not sent; None: there
+        is no such wire.
+
+    Returns:
+      One for each wire in turn.
+    """
+    place = {leaf: at for at, leaf in enumerate(mask or ())}
+
+    def of(k: int, bucket: Bucket) -> Reduction:
+        forms = tuple(jax.ShapeDtypeStruct(plan.leaves[i].shape, plan.leaves[i].dtype) for i in bucket.leaves)
+        apply = None if hook is None else partial(_hooked, hook, forms)
+        return Reduction(f"bucket {k}", apply, None if mask is None else tuple(place[i] for i in bucket.leaves))
+
+    first = () if mask is None else (Reduction("mask"),)
+    return first + tuple(of(k, bucket) for k, bucket in enumerate(plan.buckets))
+
+
+def summed(
+    link: Link, reduction: Reduction, mask: Float[Array, " leaves"] | None, wire: Shaped[Array, " n"], memory: Any
+) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
+    """Makes the sum inside a program.
+
+    Args:
+      link: the replicas.
+      reduction: how.
+      mask: how many replicas used each leaf, where the reduction asks.
+      wire: this replica's part.
+      memory: what it remembers for this wire.
+
+    Returns:
+      The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are told).
+    """
+    apply = reduction.apply or (lambda link, wire, memory: (link.psum(wire), memory))
+
+    def send() -> tuple[Array, Any, Array]:
+        (total, new), sent = taken(link, apply, link, wire, memory)
+        return total, new, jnp.asarray(min(sent, MOST) if isinstance(sent, int) else sent, jnp.uint32)
+
+    if reduction.leaves is None or mask is None:
+        return send()
+    return jax.lax.cond(
+        jnp.any(mask[np.asarray(reduction.leaves)] > 0),
+        send,
+        lambda: (jnp.zeros_like(wire), memory, jnp.uint32(0)),
+    )
+
+
+def _hooked(hook: Hook, forms: Any, link: Link, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
+    return hook.apply(link, GradBucket(wire, forms), memory)

@@ -1,0 +1,317 @@
+"""The promise of communication hooks: each bucket is summed as the hook says, on every schedule, and the bytes that
+travel are told. What hooks do between processes is in `promise_claims.py`, how they train in bench/hooks.py."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import fddp
+from fddp import hooks
+
+REPLICAS = 4
+RNG = np.random.default_rng(3)
+SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+LOSSY = {
+    "bf16": hooks.bf16(),
+    "fp16": hooks.fp16(),
+    "quantize": hooks.quantize(block=16),
+    "topk": hooks.topk(0.25),
+    "powersgd": hooks.powersgd(1, start_step=1),
+    "bf16 powersgd": hooks.bf16(hooks.powersgd(1, start_step=0)),
+}
+
+
+def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -> tuple[list[np.ndarray], Any]:
+    """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what it remembers."""
+    member = group(REPLICAS).member
+    form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+
+    def one(mine: Any, memory: Any) -> tuple[Any, Any]:
+        memory = jax.tree.map(lambda x: x[0], memory)
+        total, memory = hook.apply(member.link, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
+        member.link.sent.clear()
+        return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
+
+    own = member.own
+    program = member.program(one, (own, own), (PartitionSpec(), own))
+    memory = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), hook.init(form))
+    totals = []
+    for contributions in (rows, *steps):
+        total, memory = program(contributions.reshape(-1, *rows.shape[2:]), memory)
+        totals.append(np.asarray(total))
+    return totals, memory
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+### What each hook sums
+
+
+def test_sixteen_bits_are_rounded_once_before_and_once_after_a_sum_in_float32(group):
+    rows = normal(REPLICAS, 37)
+    for hook, dtype, by in ((hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, REPLICAS)):
+        ((total,), _) = reduced(group, hook, rows)
+        rounded = (rows / by).astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(total, by * rounded.sum(0).astype(dtype).astype(np.float32))
+
+
+def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
+    rows = np.full((REPLICAS, 3), 30_000, np.float32)
+    assert reduced(group, hooks.fp16(), rows)[0][0].tolist() == [120_000] * 3
+    assert reduced(group, hooks.fp16(predivide=1), rows)[0][0].tolist() == [np.inf] * 3
+
+
+def test_complex_and_whole_numbers_are_not_harmed(group):
+    rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(np.complex64)
+    for hook in (hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.powersgd(start_step=0)):
+        ((total,), _) = reduced(group, hook, rows)
+        np.testing.assert_array_equal(total, rows.sum(0))
+
+
+def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
+    rows = normal(REPLICAS, 100) * (10.0 ** RNG.integers(-3, 3, (1, 100))).astype(np.float32)
+    ((total,), left) = reduced(group, hooks.quantize(block=10), rows)
+    step = np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127  # what one unit of a block stands for
+    rounded = np.round(rows.reshape(REPLICAS, 10, 10) / step) * step
+    np.testing.assert_allclose(left, (rows - rounded.reshape(rows.shape)), atol=1e-6 * np.abs(rows).max())
+    sums = rounded.sum(0)
+    # Half a unit of the sum's own block is the second rounding.
+    assert np.all(np.abs(total.reshape(10, 10) - sums) <= 0.501 * np.abs(sums).max(-1, keepdims=True) / 127)
+
+
+def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others(group):
+    rows = np.zeros((REPLICAS, 8), np.float32)
+    rows[0], rows[1, 3], rows[2] = [1, -9, 2, 0, 3, 0, 0, 8], 5, 1
+    ((total,), left) = reduced(group, hooks.topk(0.25), rows)
+    # Two a replica; of equal ones the first.
+    assert total.tolist() == [1, -8, 0, 5, 0, 0, 0, 8]
+    assert np.asarray(left)[:3].tolist() == [[1, 0, 2, 0, 3, 0, 0, 0], [0] * 8, [0, 0] + [1] * 6]
+
+
+def test_topk_of_everything_is_the_plain_sum(group):
+    rows = normal(REPLICAS, 6, 4)
+    np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("hook", [hooks.topk(0.1), hooks.powersgd(1, start_step=0)], ids=str)
+def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
+    steps = [normal(REPLICAS, 12, 10) for _ in range(6)]
+    totals, memory = reduced(group, hook, *steps)
+    left = memory["then"]["error"] if isinstance(memory, dict) else memory
+    np.testing.assert_allclose(sum(totals) + np.sum(left, 0), sum(x.sum(0) for x in steps), atol=2e-5)
+
+
+def test_powersgd_is_one_step_of_subspace_iteration(group, x64):
+    rows = RNG.normal(size=(REPLICAS, 12, 3, 10))
+    ((first, second), memory) = reduced(group, hooks.powersgd(2, start_step=0, error_feedback=False), rows, rows)
+    # The same in NumPy: span{M Q}, then the projection on it.
+    matrix = rows.sum(0).reshape(36, 10)
+    q = np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(0), 0), (10, 2)))
+    for got in (first, second):
+        p, _ = np.linalg.qr(matrix @ q)
+        q = matrix.T @ p
+        np.testing.assert_allclose(got.reshape(36, 10), p @ p.T @ matrix, atol=1e-12)
+    assert memory["then"]["q"].shape == (REPLICAS, 10, 2)
+
+
+def test_powersgd_finds_the_singular_vectors_with_a_warm_start_only(group, x64):
+    rows = RNG.normal(size=(REPLICAS, 20, 15))
+    best = np.linalg.norm(np.linalg.svd(rows.sum(0)).S[2:])
+    for warm, error in ((True, 1.01), (False, 1.6)):
+        hook = hooks.powersgd(2, start_step=0, warm_start=warm, error_feedback=False)
+        totals, _ = reduced(group, hook, *[rows] * 60)
+        ratios = [np.linalg.norm(total - rows.sum(0)) / best for total in totals[-5:]]
+        assert (max(ratios) < error) if warm else (min(ratios) > 1.05)
+
+
+def test_powersgd_of_full_rank_is_the_plain_sum(group):
+    for shape in ((9, 6), (6, 9), (2, 3, 7)):
+        rows = normal(REPLICAS, *shape)
+        hook = hooks.powersgd(9, start_step=0, min_compression_rate=0)
+        np.testing.assert_allclose(reduced(group, hook, rows)[0][0], rows.sum(0), atol=1e-5)
+
+
+### In a step
+
+PARAMS = {"a": normal(12, 16), "b": normal(16), "c": normal(16, 8)}
+X = normal(32, 12)
+OPTIONS: dict[str, Any] = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4, "last_bucket_mb": 1e-4}
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["a"] + params["b"]) @ params["c"] - 1) ** 2)
+
+
+def trained(group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any) -> tuple[Any, list[fddp.StepInfo]]:
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS | options)
+    state, infos = step.init(PARAMS), []
+    for k in range(steps):
+        if k == 1:
+            state, info = step.no_sync(state, X)
+            assert np.sum(info.sent) == 0
+        state, info = step(state, X)
+        infos.append(info)
+    return state, infos
+
+
+def equal(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("hook", LOSSY.values(), ids=LOSSY)
+def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
+    ends = [trained(group, hook, schedule=name, accumulation_steps=2) for name in ("fused", "staged", "after")]
+    for state, infos in ends[1:]:
+        close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+        jax.tree.map(close, (state.params, state.hook_state), (ends[0][0].params, ends[0][0].hook_state))
+        assert [info.sent.tolist() for info in infos] == [info.sent.tolist() for info in ends[0][1]]
+
+
+@SCHEDULES
+def test_the_plain_hook_is_no_hook(group, schedule):
+    equal(*(trained(group, hook, schedule=schedule)[0].params for hook in (hooks.allreduce(), None)))
+
+
+def test_until_it_starts_powersgd_is_the_plain_sum_bit_for_bit(group):
+    equal(*(trained(group, hook)[0].params for hook in (hooks.powersgd(1, start_step=3), None)))
+    later = [trained(group, hooks.powersgd(1, start_step=k))[0].params["a"] for k in (2, 3)]
+    assert np.any(later[0] != later[1])
+
+
+def test_noop_sends_nothing_but_the_loss(group):
+    _, infos = trained(group, hooks.noop())
+    assert infos[-1].sent.tolist() == [0, 0, 0, 12]
+
+
+def test_a_hook_of_the_users_own_sees_its_leaves_and_keeps_what_it_likes(group):
+    def apply(link: fddp.Link, bucket: fddp.GradBucket, state: Any) -> Any:
+        shapes.append([leaf.shape for leaf in bucket.leaves])
+        return link.psum(bucket.buffer) / 2, tuple(count + 1 for count in state)
+
+    shapes: list[Any] = []
+    halving = fddp.Hook(lambda leaf: jnp.zeros((), jnp.int32), apply, "halving")
+    state, _ = trained(group, halving, steps=1)
+    plain, _ = trained(group, None, steps=1)
+    for name in PARAMS:
+        moved = np.asarray(plain.params[name]) - PARAMS[name]
+        np.testing.assert_allclose(state.params[name], PARAMS[name] + moved / 2, rtol=1e-5, atol=1e-6)
+        assert state.hook_state[name].tolist() == [1] * REPLICAS
+    assert shapes == [[(16, 8)], [(16,)], [(12, 16)]] or shapes == [[(16, 8)], [(16,), (12, 16)]]
+
+
+def test_a_hook_and_unused_parameters_go_together(group):
+    step = fddp.train_step(
+        lambda p, x: loss_fn(p["used"], x), optax.adamw(0.1), group=group(REPLICAS),
+        hook=hooks.topk(0.5), find_unused_parameters=True,
+    )  # fmt: skip
+    params = {"used": PARAMS, "unused": np.ones(3, np.float32)}
+    state, info = step(step.init(params), X)
+    np.testing.assert_array_equal(state.params["unused"], 1)
+    assert (int(info.used["unused"]), int(info.used["used"]["a"])) == (0, REPLICAS)
+
+
+### Bytes
+
+WORD = {"f32": 4, "u16": 2, "s32": 4, "s8": 1}
+
+
+def traffic(text: str) -> int:
+    """Bytes that each replica sends in a compiled program, by its collectives' operands."""
+    total = 0
+    for result, kind in re.findall(r"= (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all)\(", text):
+        shapes = re.findall(r"(f32|u16|s32|s8)\[([\d,]*)\]", result)
+        nbytes = sum(WORD[dtype] * int(np.prod([int(n) for n in dims.split(",") if n])) for dtype, dims in shapes)
+        # An all-gather's result holds all replicas' parts, of which one is its own.
+        times = {"all-reduce": 2 * (REPLICAS - 1), "all-gather": REPLICAS - 1, "all-to-all": REPLICAS - 1}[kind]
+        total += nbytes * times // REPLICAS
+    return total
+
+
+@pytest.mark.parametrize("name", [None, "bf16", "fp16", "quantize", "topk"])
+def test_the_bytes_that_are_told_are_those_in_the_compiled_program(group, name):
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=LOSSY.get(name), **OPTIONS)
+    state = step.init(PARAMS)
+    text = step.lower(state, X).compile().as_text() or ""
+    _, info = step(state, X)
+    assert int(info.sent.sum()) == traffic(text) > 0
+
+
+def test_hooks_send_what_they_promise(group):
+    buckets = lambda hook: sum(trained(group, hook)[1][-1].sent.tolist()[: 3 if hook else None])  # noqa: E731
+    plain = sum(x.size for x in PARAMS.values()) * 4 * 2 * (REPLICAS - 1) // REPLICAS
+    assert buckets(hooks.allreduce()) == plain
+    assert buckets(hooks.bf16()) == plain // 2
+    assert buckets(hooks.quantize(block=16)) <= plain * (1 / 4 + 1 / 16) * 1.15  # and zeros at the end of a bucket
+    # a and c as factors, b as it is.
+    low = (12 + 16 + 16 + 16 + 8) * 4 * 2 * (REPLICAS - 1) // REPLICAS
+    assert buckets(LOSSY["powersgd"]) == low
+    assert buckets(LOSSY["bf16 powersgd"]) == low // 2
+
+
+def test_a_hook_that_starts_later_tells_the_bytes_of_each_step(group):
+    _, infos = trained(group, LOSSY["powersgd"])
+    first, then, last = (int(info.sent.sum()) for info in infos)
+    assert first > 3 * then and then == last
+
+
+### State and errors
+
+
+def test_what_a_hook_remembers_is_each_replicas_own(group):
+    state, _ = trained(group, hooks.topk(0.1))
+    for left in jax.tree.leaves(state.hook_state):
+        assert len(left) == REPLICAS and len(np.unique(left.reshape(REPLICAS, -1), axis=0)) == REPLICAS
+
+
+def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group):
+    make = lambda n, hook: fddp.train_step(loss_fn, optax.sgd(0.1), group=group(n), hook=hook)  # noqa: E731
+    plain, four, two = make(4, None), make(4, hooks.topk(0.1)), make(2, hooks.topk(0.1))
+    with pytest.raises(ValueError, match=r"hook_state is not that of Hook\(topk.* nothing instead of"):
+        four(plain.init(PARAMS), X)
+    with pytest.raises(ValueError, match=r"on 2 replicas: it has .*float32\[4, 12, 16\].* instead of"):
+        two(four.init(PARAMS), X)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hooks.fp16(predivide=0), "predivide must be more than 0, got 0"),
+        (lambda: hooks.quantize(block=0), "block must be a whole number of 1 or more, got 0"),
+        (lambda: hooks.topk(0), "ratio must be above 0 and at most 1, got 0"),
+        (lambda: hooks.powersgd(0), "rank must be a whole number of 1 or more, got 0"),
+        (lambda: hooks.powersgd(min_compression_rate=-1), "min_compression_rate must be 0 or more, got -1"),
+        (lambda: hooks.starting(-1, hooks.bf16()), "step must be a whole number of 0 or more, got -1"),
+    ],
+)
+def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], Any], message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_is_no_hook_or_needs_a_state_is_refused(group):
+    with pytest.raises(TypeError, match=r"hook must be a fddp.Hook, one of fddp.hooks say, got str"):
+        fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), hook="bf16")
+    f = fddp.value_and_grad(loss_fn, group=group(2), hook=hooks.topk(0.1))
+    with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):
+        f(PARAMS, X)
+    with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):
+        fddp.all_reduce(PARAMS, fddp.make_plan(PARAMS), group=group(2), hook=hooks.topk(0.1))
+
+
+def test_all_reduce_takes_a_hook_without_a_memory(group):
+    four = group(REPLICAS)
+    plan = fddp.make_plan(PARAMS)
+    summed = lambda tree: fddp.all_reduce(tree, plan, group=four, hook=hooks.bf16(), op="mean")  # noqa: E731
+    got = four.member.program(summed, (PartitionSpec(),), PartitionSpec())(PARAMS)
+    for name, x in PARAMS.items():
+        np.testing.assert_allclose(got[name], x, rtol=2**-7)
