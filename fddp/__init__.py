@@ -16,6 +16,7 @@ from fddp.group import mesh_group as mesh_group
 from fddp.group import mpi_group as mpi_group
 from fddp.hook import GradBucket as GradBucket
 from fddp.hook import Hook as Hook
+from fddp.keys import Shared as Shared
 from fddp.link import Link as Link
 from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from fddp.accumulate import accumulate
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.keys import folded
 from fddp.member import Member, lifted, lowered
 from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
 from fddp.options import Options
@@ -104,7 +105,8 @@ class Recipe:
     def one(self, state: TrainState, part: Any) -> tuple[Sums, tuple[bool, ...]]:
         """The contribution of one micro-batch, and which of the trained leaves have a path to the loss."""
         chosen = self.chosen(state.params)
-        given = (self.objective, chosen, state.params, _start(state), state.rng, part)
+        start = _start(state)
+        given = (self.objective, chosen, state.params, start, self._key(state, start), part)
         paths = reached(*given) if self.options.find_unused_parameters else (True,) * len(chosen)
         return contribute(*given).sums, paths
 
@@ -131,15 +133,15 @@ class Recipe:
         was = _start(state) if pending is None else lowered(pending)
 
         def add(pending: Pending, part: Any) -> Pending:
-            key = state.rng
-            if key is not None:
-                for number in (state.step, pending.micro_batches, self.member.link.number()):
-                    key = jax.random.fold_in(key, number)
-            given = (self.objective, self.chosen(state.params), state.params, pending, key, part)
+            chosen, key = self.chosen(state.params), self._key(state, pending)
+            given = (self.objective, chosen, state.params, pending, key, part)
             return contribute(*given, find_unused=self.options.find_unused_parameters)
 
         now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
         return now.sums, now._replace(sums=plus(was.sums, now.sums))
+
+    def _key(self, state: TrainState, pending: Pending) -> Any:
+        return folded(state.rng, state.step, pending.micro_batches, self.member.link.number())
 
     def _buffers(self, model_state: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""

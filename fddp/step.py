@@ -36,7 +36,7 @@ class StepInfo(NamedTuple):
     used: Any = None
     """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
     synchronization; 0 for leaves that are not trained."""
-    sent: UInt32[Array, " messages"] | tuple[()] = ()
+    sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
     """Bytes that each replica sent for each sum over replicas: one for each bucket, and for what travels alone. Of p
     replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
 
@@ -53,7 +53,8 @@ class TrainStep:
         Args:
           params: tree of arrays; those of float or complex dtype are trained, but for those to `ignore`.
           model_state: buffers that the loss takes and returns, or None.
-          rng: random key for the loss (`jax.random.key(0)`), or None.
+          rng: random key for the loss (`jax.random.key(0)`), or a tree of them, or None; each replica draws its own
+            numbers, from a `fddp.Shared` key all the same.
 
         Returns:
           The state, on the group's devices, in memory of its own.

@@ -25,6 +25,7 @@ FLOORS = {
     "timeline": 0,
     "sampler": 0,
     "link": 0,
+    "keys": 0,
     "hook": 1,
     "lowrank": 2,
     "hooks": 3,
