@@ -1,0 +1,120 @@
+"""What hooks make of buckets of several processes, by hand or as NumPy does it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from workers.claims import claim
+from workers.training_claims import same_on_all_ranks
+
+import fddp
+from fddp import hooks
+
+SCHEDULES = ("fused", "staged", "after")
+WIDTH = 24
+
+
+def parts(group: fddp.Group) -> np.ndarray:
+    """Each rank's gradient of w under mean of w·x, when its row x is this."""
+    return np.random.default_rng(5).normal(size=(group.size, WIDTH)).astype(np.float32)
+
+
+def pulled(group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any) -> tuple[fddp.TrainState, Any]:
+    """The mean gradient as a hook makes it: what SGD with rate 1 takes from zeros."""
+    loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, **options)
+    state, info = step.init(np.zeros(WIDTH, np.float32)), None
+    for _ in range(steps):
+        state, info = step(state, parts(group)[group.rank][None])
+    return state, info
+
+
+def on_the_wire(group: fddp.Group, nbytes: int) -> int:
+    return nbytes * 2 * (group.size - 1) // group.size
+
+
+@claim()
+def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group):
+    for hook, dtype, by in ((hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, group.size)):
+        rounded = (parts(group) / by).astype(dtype).astype(np.float32).sum(0)
+        mean = by * rounded.astype(dtype).astype(np.float32) / group.size
+        for schedule in SCHEDULES:
+            state, info = pulled(group, hook, schedule=schedule)
+            np.testing.assert_allclose(state.params, -mean, rtol=1e-6, atol=2e-3 * float(jnp.finfo(dtype).eps))
+            # Half of the 4-byte words, and loss and weight beside them.
+            assert info.sent.tolist() == [on_the_wire(group, 2 * WIDTH), on_the_wire(group, 2 * 4)]
+            assert same_on_all_ranks(group, state.params)
+
+
+@claim()
+def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
+    mean = parts(group).mean(0)
+    for schedule in SCHEDULES:
+        state, info = pulled(group, hooks.quantize(block=8), steps=8, schedule=schedule)
+        np.testing.assert_allclose(state.params, -8 * mean, atol=0.05 * np.abs(mean).max() * 8)
+        blocks = -(-WIDTH // 8 // group.size) * group.size  # each rank adds up equally many
+        assert int(info.sent[0]) == on_the_wire(group, blocks * (8 + 4))
+        assert same_on_all_ranks(group, state.params)
+
+
+@claim()
+def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
+    rows = parts(group)
+    largest = np.argsort(-np.abs(rows), axis=1)[:, :3]
+    sparse = np.zeros_like(rows)
+    np.put_along_axis(sparse, largest, np.take_along_axis(rows, largest, 1), 1)
+    for schedule in SCHEDULES:
+        state, info = pulled(group, hooks.topk(3 / WIDTH), schedule=schedule)
+        np.testing.assert_allclose(state.params, -sparse.sum(0) / group.size, rtol=1e-5)
+        assert int(info.sent[0]) == 3 * 8 * (group.size - 1)
+        own = np.asarray(state.hook_state.addressable_shards[0].data if group.backend == "gloo" else state.hook_state)
+        np.testing.assert_allclose(own.reshape(-1), (rows - sparse)[group.rank], rtol=1e-6)
+        assert same_on_all_ranks(group, state.params)
+
+
+@claim()
+def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fddp.Group):
+    rows = np.random.default_rng(6).normal(size=(group.size, 6, 4)).astype(np.float32)
+    loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
+    hook = hooks.powersgd(4, start_step=1, min_compression_rate=0)
+    for schedule in SCHEDULES:
+        step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule)
+        state = step.init(np.zeros((6, 4), np.float32))
+        sent = []
+        for k in range(2):
+            state, info = step(state, rows[group.rank][None])
+            np.testing.assert_allclose(state.params, -(k + 1) * rows.mean(0), rtol=1e-4, atol=1e-5)
+            sent.append(int(info.sent[0]))
+        assert sent == [on_the_wire(group, 6 * 4 * 4), on_the_wire(group, (6 + 4) * 4 * 4)]
+        assert same_on_all_ranks(group, state.params)
+
+
+@claim()
+def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
+    width = 16
+
+    def loss(params: Any, x: Any, *, rng: Any) -> Any:
+        kept = jax.random.bernoulli(rng, 0.5, (4,))
+        total = 0.0
+        for k in range(4):
+            total += jax.lax.cond(kept[k], lambda w: jnp.sum(w * x), lambda w: jnp.float32(0), params[f"w{k}"])
+        return total / len(x), jnp.sum(kept * 1.0)
+
+    params = {f"w{k}": np.zeros(width, np.float32) for k in range(4)}
+    for schedule in SCHEDULES:
+        step = fddp.train_step(
+            loss, optax.sgd(1.0), group=group, has_aux=True, schedule=schedule, bucket_cap_mb=0,
+            find_unused_parameters=True, skip_all_reduce_unused_params=True,
+        )  # fmt: skip
+        state = step.init(params, rng=fddp.Shared(jax.random.key(3)))
+        seen = set()
+        for _ in range(4):
+            state, info = step(state, np.ones((1, width), np.float32))
+            layers = int(info.aux)
+            seen.add(layers)
+            expected = [4 * 4] + layers * [4 * width] + [3 * 4]
+            assert sorted(info.sent.tolist())[4 - layers :] == sorted(on_the_wire(group, n) for n in expected)
+        assert len(seen) > 1
+        assert same_on_all_ranks(group, state.params)
