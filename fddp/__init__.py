@@ -29,8 +29,11 @@ from fddp.plan import Bucket as Bucket
 from fddp.plan import BucketPlan as BucketPlan
 from fddp.plan import Leaf as Leaf
 from fddp.plan import make_plan as make_plan
+from fddp.precision import mixed_precision as mixed_precision
 from fddp.program import grad_order as grad_order
 from fddp.sampler import samples as samples
+from fddp.scale import DynamicScaleState as DynamicScaleState
+from fddp.scale import dynamic_scale as dynamic_scale
 from fddp.state import TrainState as TrainState
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainStep as TrainStep

@@ -20,6 +20,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
 from fddp.program import differentiable
 from fddp.reduction import Reduction, reductions
+from fddp.scale import scaled
 from fddp.schedule import Memory
 from fddp.state import Mean, TrainState
 
@@ -131,10 +132,11 @@ class Recipe:
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
         was = _start(state) if pending is None else lowered(pending)
+        objective = scaled(self.objective, state.opt_state)
 
         def add(pending: Pending, part: Any) -> Pending:
             chosen, key = self.chosen(state.params), self._key(state, pending)
-            given = (self.objective, chosen, state.params, pending, key, part)
+            given = (objective, chosen, state.params, pending, key, part)
             return contribute(*given, find_unused=self.options.find_unused_parameters)
 
         now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)

@@ -1,0 +1,121 @@
+"""Losses scaled up before the backward pass, so that small gradients do not vanish in float16.
+
+A scale is a weight. A step is Σ w·g / Σ w, and what is differentiated is w·loss: with a scale S in each weight the
+backward pass runs on S·w·loss, and the division that ends every step takes S out again. So nothing is unscaled, and the
+optimizer, with whatever clipping is in it, sees plain gradients.
+
+Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; `torch.amp.GradScaler`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fddp.objective import Objective, Value
+
+
+class DynamicScaleState(NamedTuple):
+    """What `dynamic_scale` carries on."""
+
+    scale: Float[Array, ""]
+    """By how much the next step's loss is multiplied."""
+    good_steps: Int[Array, ""]
+    """Steps with finite gradients since the scale changed."""
+    inner: Any
+    """State of the optimizer itself."""
+
+
+def dynamic_scale(
+    optimizer: optax.GradientTransformation,
+    *,
+    initial: float = 2.0**15,
+    growth_interval: int = 2000,
+    factor: float = 2.0,
+    minimum: float = 2.0**-24,
+    maximum: float = 2.0**24,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer whose `train_step` scales the loss, as far as float16 gradients bear it.
+
+    A step whose mean gradients are not all finite changes nothing but the scale, which it divides by `factor`. So many
+    good steps in a row multiply it. The gradients are the same on all ranks, so all ranks do the same. Parameters
+    belong in float32 (see `mixed_precision`): a float16 gradient has no room for what the scale has saved. A constant
+    scale needs no optimizer: return `fddp.Weighted(loss, 2.0**15)`; so it is with `value_and_grad`, which has none.
+
+    Args:
+      optimizer: any optax transformation, with the clipping that belongs to it: clipping before it would hide what is
+        infinite. It sees gradients without the scale.
+      initial: first scale. Powers of two change no digit of a float32.
+      growth_interval: good steps after which the scale grows.
+      factor: by which it grows and shrinks, more than 1.
+      minimum: smallest scale. Below 1, as a `Weighted` loss is multiplied by its weight already.
+      maximum: largest scale.
+
+    Returns:
+      The transformation; its state is a `DynamicScaleState`: look at `state.opt_state.scale`.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean(w / x), fddp.dynamic_scale(optax.sgd(1.0)))
+      >>> state = step.init(jnp.zeros(()))
+      >>> for x in (0.0, 1.0):  # the first gradient is infinite
+      ...     state, info = step(state, jnp.full(8, x))
+      >>> float(state.params), float(state.opt_state.scale)
+      (-1.0, 16384.0)
+    """
+    if not 0 < minimum <= initial <= maximum < math.inf:
+        raise ValueError(
+            f"dynamic_scale needs 0 < minimum ≤ initial ≤ maximum, all finite, got {minimum=}, {initial=}, {maximum=}."
+        )
+    if not 1 < factor < math.inf:
+        raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
+    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
+        raise ValueError(f"growth_interval must be a whole number of 1 or more, got {growth_interval!r}.")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> DynamicScaleState:
+        return DynamicScaleState(jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        finite = _all_finite(updates)
+        moved, moved_inner = inner.update(updates, state.inner, params, **extra)
+        # Minus zero is what every number, plus zero and minus zero too, can be added to without a change.
+        moved = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), moved)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved_inner, state.inner)
+        good = jnp.where(finite, state.good_steps + 1, 0)
+        due = good >= growth_interval
+        grown = jnp.where(due, jnp.minimum(state.scale * factor, maximum), state.scale)
+        scale = jnp.where(finite, grown, jnp.maximum(state.scale / factor, minimum))
+        return moved, DynamicScaleState(scale, jnp.where(due, 0, good), kept)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scaled(objective: Objective, opt_state: Any) -> Objective:
+    """An objective whose weight is multiplied by the scales in an optimizer's state, if there are any.
+
+    Args:
+      objective: the loss, from `make_objective`.
+      opt_state: an optimizer's state, with a `DynamicScaleState` anywhere in it or nowhere.
+
+    Returns:
+      The objective.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, DynamicScaleState))
+    scale = math.prod(x.scale for x in nodes if isinstance(x, DynamicScaleState))
+
+    def objective_times_scale(*args: Any) -> tuple[Array, Value]:
+        weighted, value = objective(*args)
+        return scale * weighted, value._replace(weight=scale * value.weight, divisor=scale * value.divisor)
+
+    return objective_times_scale
+
+
+def _all_finite(grads: Any) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]))
