@@ -15,7 +15,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 
 # Equations that only wrap a list of others: their contents are part of the straight program.
 WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-
+# Equations that XLA repeats rather than store their result, when it fuses them into what reads it.
+CHEAP = {
+    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
+}
+CALLS = {"custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
@@ -54,7 +60,10 @@ def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[in
 
 
 def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
-    """Orders the first outputs of a program by the place of the equation that makes them.
+    """Orders the first outputs of a program by the place of the last equation that costs something to make them.
+
+    JAX puts the cast that brings a gradient back to its parameter's dtype where the parameter's own cast was reversed:
+    often at the very end. It delays nothing: the gradient is ready when what is cast is.
 
     Args:
       closed: the program.
@@ -64,10 +73,16 @@ def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
       Their numbers; what one equation makes (a `scan` over layers delivers all at once) in reverse, as DDP guesses.
     """
     jaxpr = straighten(closed).jaxpr
-    made_by = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    # A gradient that no equation makes (a constant, an input) is ready before the first.
-    place = [-1 if isinstance(v, Literal) else made_by.get(v, -1) for v in jaxpr.outvars[:count]]
-    return tuple(sorted(range(count), key=lambda k: (place[k], -k)))
+    places: dict[Var, int] = {}
+
+    def place(atom: Any) -> int:
+        # A gradient that no equation makes (a constant, an input) is ready before the first.
+        return -1 if isinstance(atom, Literal) else places.get(atom, -1)
+
+    for at, eqn in enumerate(jaxpr.eqns):
+        made = max(map(place, eqn.invars), default=-1) if cheap(eqn) else at
+        places.update(dict.fromkeys(eqn.outvars, made))
+    return tuple(sorted(range(count), key=lambda k: (place(jaxpr.outvars[k]), -k)))
 
 
 def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -112,6 +127,20 @@ def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
     return _collectives(closed.jaxpr)
+
+
+def cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation works element by element, without sums or transcendental functions.
+
+    Args:
+      eqn: an equation.
+
+    Returns:
+      Whether XLA fuses it into its neighbours, as good as free.
+    """
+    if eqn.primitive.name in CALLS:
+        return all(cheap(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns)
+    return eqn.primitive.name in CHEAP
 
 
 def differentiable(leaves: Sequence[Any]) -> tuple[int, ...]:

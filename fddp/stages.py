@@ -9,17 +9,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from fddp.program import straighten
-
-# Equations that XLA repeats rather than store their result, when it fuses them into what reads it.
-CHEAP = {
-    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
-}
-CALLS = {"custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
+from fddp.program import cheap, straighten
 
 
 @dataclass(frozen=True)
@@ -128,19 +120,12 @@ def _remade(
         eqn = jaxpr.eqns[maker[var]] if var in maker else None
         sources = _ordered(_variables(eqn.invars)) if eqn is not None else []
         extra = sum(_nbytes(v) for v in sources if v not in wanted and v not in at_hand)
-        if eqn is not None and _cheap(eqn) and extra <= _nbytes(var):
+        if eqn is not None and cheap(eqn) and extra <= _nbytes(var):
             part.add(maker[var])
             wanted.update(dict.fromkeys(sources))
         else:
             need.append(var)
     return sorted(part), need
-
-
-def _cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation works element by element, without sums or transcendental functions."""
-    if eqn.primitive.name in CALLS:
-        return all(_cheap(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns)
-    return eqn.primitive.name in CHEAP
 
 
 def _nbytes(var: Var) -> int:

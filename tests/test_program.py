@@ -131,6 +131,14 @@ def test_metrics_beside_the_loss_do_not_change_the_order():
     assert order(with_aux, params) == order(loss, params) == ["m", "z", "a"]
 
 
+@pytest.mark.parametrize("change", [lambda p: p.astype(jnp.bfloat16), lambda p: 2 * p, lambda p: p.T.T])
+def test_what_is_done_to_all_parameters_before_the_first_layer_delays_no_gradient(change):
+    """The backward pass undoes it last, for one parameter after the other; each could be done at once."""
+    loss = chain("plain", "c", "a", "d", "b")
+    params = dict.fromkeys("abcd", W)
+    assert grad_order(lambda p, x: loss(jax.tree.map(change, p), x), params, X) == grad_order(loss, params, X)
+
+
 def test_further_arguments_are_passed_on():
     loss = lambda params, x, scale: chain("plain", "z", "a")(params, x) * scale  # noqa: E731
     assert order(loss, {"a": W, "z": W}, X, np.float32(2)) == ["a", "z"]
