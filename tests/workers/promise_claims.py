@@ -1,4 +1,5 @@
-"""What a step makes of ranks that use different parameters, count different numbers of tokens, or run out of data.
+"""What a step makes of ranks that use different parameters, count different numbers of tokens, run out of data, or
+overflow.
 
 Most train w under the mean of w·x, whose gradient is the mean of the x, by SGD with rate 1.
 """
@@ -76,6 +77,38 @@ def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
         batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
         state, _ = step(step.init(start()), batch)
         np.testing.assert_allclose(state.params, -np.average(values, weights=tokens), rtol=1e-6)
+
+
+### Ranks whose gradients overflow
+
+
+@claim()
+def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
+    """In float16 the gradient is the scale times x: on the last rank too much for the scale to begin with."""
+    half = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32), jnp.float16)
+    optimizer = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5), initial=2.0**14)
+    x = rows(1, 16) if group.rank == group.size - 1 else rows(1, 1)
+    for schedule in SCHEDULES:
+        options = {"group": group, "schedule": schedule, "accumulation_steps": 2, "donate": False}
+        step = fddp.train_step(half, optimizer, **options)
+        before = step.init(np.float32(0.25))
+        for calls in (1, 2):
+            state = before
+            for _ in range(calls - 1):
+                state, _ = step.no_sync(state, rows(1, 1))
+            skipped, info = step(state, x)
+            assert np.isfinite(info.loss)
+            assert (float(skipped.params), float(skipped.opt_state.scale)) == (0.25, 2.0**13)
+            assert int(skipped.opt_state.inner[0].count) == 0
+            assert same_on_all_ranks(group, skipped)
+            # 2¹² · 16 is still too much, 2¹¹ · 16 is not.
+            for _ in range(3):
+                skipped, _ = step(skipped, x)
+            assert float(skipped.opt_state.scale) == 2.0**11
+            assert int(skipped.opt_state.inner[0].count) == 1
+            mean = (2 * group.size + 15) / (2 * group.size)
+            np.testing.assert_allclose(skipped.opt_state.inner[0].mu, 0.1 * mean, rtol=1e-6)
+            assert same_on_all_ranks(group, skipped)
 
 
 ### Ranks that run out of data
