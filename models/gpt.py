@@ -5,7 +5,7 @@ head, h width of a head, V vocabulary.
 
 Sources: Vaswani et al., "Attention Is All You Need" (2017); Touvron et al., "LLaMA" (2023); Su et al.,
 "RoFormer" (2021) for rotary positions; Ainslie et al., "GQA" (2023) for grouped heads; Shazeer, "GLU Variants
-Improve Transformer" (2020).
+Improve Transformer" (2020); Fan et al., "LayerDrop" (2020) for layers left out in training.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 ### Layers
 
@@ -81,6 +81,28 @@ class SwiGLU(nn.Module):
         return dense(x.shape[-1], name="down", kernel_init=self.residual_init)(y)
 
 
+class Layer(nn.Module):
+    """Attention, then a feed-forward layer, each added to the residual stream."""
+
+    heads: int
+    kv_heads: int
+    hidden: int
+    dropout: float
+    residual_init: nn.initializers.Initializer
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        norm = partial(nn.RMSNorm, epsilon=1e-5, **dtypes)
+        drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
+        attention = Attention(self.heads, self.kv_heads, self.residual_init, name="attention", **dtypes)
+        feed_forward = SwiGLU(self.hidden, self.residual_init, name="feed_forward", **dtypes)
+        x = x + drop(attention(norm(name="attention_norm")(x)))
+        return x + drop(feed_forward(norm(name="feed_forward_norm")(x)))
+
+
 ### The model
 
 
@@ -96,6 +118,8 @@ class GPT(nn.Module):
       hidden: the width of the feed-forward layers.
       context: the number of tokens T a synthetic batch has; the model itself reads any number.
       dropout: the share of a layer's output that is dropped where an rng named "dropout" is given.
+      layer_drop: how likely a layer is left out, and not computed, where an rng named "layer_drop" is given. As in
+        LayerDrop nothing is rescaled; without the rng all layers run.
       dtype: the dtype of the computation.
       param_dtype: the dtype of the parameters.
     """
@@ -108,6 +132,7 @@ class GPT(nn.Module):
     hidden: int
     context: int
     dropout: float = 0.0
+    layer_drop: float = 0.0
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
 
@@ -123,15 +148,21 @@ class GPT(nn.Module):
         )
 
         x = drop(embed(tokens))
+        kept = self.kept_layers()
         # Layers are a Python loop and not `nn.scan`: a scan hands over the gradients of all layers at once,
         # at its end, and then there is no backward pass left under which to send them.
         for i in range(self.layers):
-            attention = Attention(self.heads, self.kv_heads, residual_init, name=f"attention_{i}", **dtypes)
-            feed_forward = SwiGLU(self.hidden, residual_init, name=f"feed_forward_{i}", **dtypes)
-            x = x + drop(attention(norm(name=f"attention_norm_{i}")(x)))
-            x = x + drop(feed_forward(norm(name=f"feed_forward_norm_{i}")(x)))
+            shape = (self.heads, self.kv_heads, self.hidden, self.dropout, residual_init)
+            layer = Layer(*shape, name=f"layer_{i}", **dtypes)
+            x = layer(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, layer, x)
         logits = embed.attend(norm(name="norm")(x))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+    def kept_layers(self) -> Bool[Array, " layers"] | None:
+        """Draws which layers run, the same for all rows; None: all, as at the start, when parameters are made."""
+        if not self.layer_drop or not self.has_rng("layer_drop") or self.is_initializing():
+            return None
+        return jax.random.bernoulli(self.make_rng("layer_drop"), 1 - self.layer_drop, (self.layers,))
 
 
 PRESETS: dict[str, GPT] = {
@@ -156,7 +187,7 @@ def loss_fn(model: GPT) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        rngs = None if rng is None else {"dropout": rng}
+        rngs = None if rng is None else {"dropout": rng, "layer_drop": jax.random.fold_in(rng, 1)}
         logits = jnp.asarray(model.apply({"params": params}, inputs, rngs=rngs))
         value = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
         return value, {"accuracy": jnp.mean(logits.argmax(-1) == targets, dtype=value.dtype)}

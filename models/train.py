@@ -61,6 +61,8 @@ class Config:
     """What carries the gradients; None: what fddp.init finds best."""
     bucket_cap_mb: float = 25
     """MiB of gradients that travel together."""
+    layer_drop: float = 0.0
+    """gpt: how likely a replica leaves out a layer in a step; each replica leaves out its own."""
     out: Path = Path("runs")
     """Folder for the loss curve."""
 
@@ -103,6 +105,8 @@ class Task(NamedTuple):
     """Rows, by their numbers."""
     test: Callable[[Any, Any], dict[str, str]]
     """What (params, model_state) can do on data that was held out: lines for the page."""
+    rng: Any = None
+    """A random key, if the loss draws numbers."""
 
 
 @dataclass
@@ -137,10 +141,14 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
         raise ValueError(f"--steps must be 1 or more, got {config.steps}.")
     if config.batch % group.size or not 0 < config.batch <= task.rows:
         raise ValueError(f"--batch must be a multiple of {group.size} up to {task.rows} rows, got {config.batch}.")
+    if not 0 <= config.layer_drop < 1 or (config.layer_drop and config.model != "gpt"):
+        raise ValueError(f"--layer-drop is for gpt and must be from 0 to below 1, got {config.layer_drop}.")
     rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
-    step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, bucket_cap_mb=config.bucket_cap_mb)
-    state = step.init(task.params, model_state=task.model_state)
+    # A layer that no replica ran stays as it is, moments and all.
+    options: Any = {"bucket_cap_mb": config.bucket_cap_mb, "find_unused_parameters": config.layer_drop > 0}
+    step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
+    state = step.init(task.params, model_state=task.model_state, rng=task.rng)
 
     # This process reads its own rows only; a step has the same rows on any number of processes.
     own_rows = fddp.samples(
@@ -199,7 +207,7 @@ def resnet_task(config: Config) -> Task:
 
 def gpt_task(config: Config) -> Task:
     """Foretells the next byte of a source; every tenth file is held out."""
-    model = chosen(gpt.PRESETS, config.preset)
+    model = chosen(gpt.PRESETS, config.preset).clone(layer_drop=config.layer_drop)
     text, held_out = data.read_text(config.data, model.context)
     loss_fn = gpt.loss_fn(model)
 
@@ -214,7 +222,8 @@ def gpt_task(config: Config) -> Task:
 
     params, _ = gpt.init(model, jax.random.key(config.seed), batch([0]))
     title = f"GPT {config.preset} on {text.shape[0] * model.context / 1e6:.1f} MB of {config.data or 'Python sources'}"
-    return Task(title, loss_fn, params, None, len(text), batch, test)
+    rng = jax.random.key(config.seed) if config.layer_drop else None
+    return Task(title, loss_fn, params, None, len(text), batch, test, rng)
 
 
 def write(model: gpt.GPT, params: Any, prompt: bytes, length: int) -> str:

@@ -247,6 +247,36 @@ def test_gpt_is_causal():
     assert jnp.all(jnp.any(before[:, place:] != after[:, place:], axis=-1))
 
 
+def test_layers_that_are_left_out_might_as_well_not_be_there():
+    model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.5)
+    batch = gpt.batch(model, ROWS)
+    params, _ = gpt.init(model, jax.random.key(0), batch)
+    value_and_grad = jax.jit(jax.value_and_grad(lambda p, rng: gpt.loss_fn(model)(p, batch, rng=rng)[0]))
+    sizes = set()
+    for seed in range(4):
+        loss, grads = value_and_grad(params, jax.random.key(seed))
+        ran = [i for i in range(3) if any(np.any(x) for x in jax.tree.leaves(grads[f"layer_{i}"]))]
+        rest = {f"layer_{k}": params[f"layer_{i}"] for k, i in enumerate(ran)}
+        shorter = gpt.loss_fn(model.clone(layers=len(ran), layer_drop=0.0))
+        expected, _ = shorter({**rest, "embed": params["embed"], "norm": params["norm"]}, batch)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        sizes.add(len(ran))
+    assert len(sizes) > 1
+
+
+def test_layers_are_left_out_as_often_as_asked_and_only_with_an_rng():
+    model = gpt.PRESETS["tiny"].clone(layers=8, layer_drop=0.25)
+    draw = lambda key: model.apply({}, rngs={"layer_drop": key}, method="kept_layers")  # noqa: E731
+    kept = np.asarray(jax.vmap(draw)(jax.random.split(jax.random.key(0), 500)))
+    assert kept.shape == (500, 8)
+    np.testing.assert_allclose(kept.mean(axis=0), 0.75, atol=0.08)
+    assert model.apply({}, method="kept_layers") is None
+    plain = gpt.PRESETS["tiny"]
+    params, _, batch = build("gpt")
+    losses = [gpt.loss_fn(m)(params, batch)[0] for m in (plain, plain.clone(layer_drop=0.9))]
+    assert losses[0] == losses[1]
+
+
 def test_bert_reads_in_both_directions():
     tokens, place = build("bert")[-1]["tokens"], 20
     before, after = map(logits("bert"), (tokens, replaced(tokens, place)))

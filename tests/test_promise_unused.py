@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import fddp
+from models import gpt
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 NAMES = ("left", "right", "never")
@@ -136,6 +137,32 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
         assert list(counts(info).values()) == [4 * k for k in keep]
         same = [np.array_equal(before.params[name], state.params[name]) for name in weights]
         assert same == [not k for k in keep]
+
+
+def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
+    """Each replica leaves out its own layers. Which ones, plain JAX tells: their gradients are zero."""
+    model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.7)
+    data = gpt.batch(model, 4, length=8)
+    start, loss = gpt.init(model, jax.random.key(0), data)[0], gpt.loss_fn(model)
+    step = make(loss, schedule="staged", has_aux=True, donate=False)
+    state = step.init(start, rng=jax.random.key(2))
+    after, info = step(state, data)
+
+    gradient = jax.jit(jax.grad(lambda p, rows, key: loss(p, rows, rng=key)[0]))
+    found = []
+    for replica in range(4):
+        key = jax.random.key(2)
+        for number in (0, 0, replica):  # the step, the micro-batch, the replica
+            key = jax.random.fold_in(key, number)
+        rows = {"tokens": data["tokens"][replica : replica + 1]}
+        found.append(jax.tree.map(lambda g: int(np.any(g)), gradient(start, rows, key)))
+    expected = jax.tree.map(lambda *ran: sum(ran), *found)
+    assert jax.tree.map(int, info.used) == expected
+    layers = {expected[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(3)}
+    assert 0 in layers and layers & {1, 2, 3}
+    for before, now in ((start, after.params), (state.opt_state[0].mu, after.opt_state[0].mu)):
+        same = jax.tree.map(np.array_equal, before, now)
+        assert same == jax.tree.map(lambda count: count == 0, expected)
 
 
 def test_value_and_grad_gives_zeros_for_what_is_unused(group):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def run(*command: str, cwd: Path, **env: str) -> str:
 
 def losses(config: train.Config, group: fddp.Group) -> list[float]:
     return train.train(train.TASKS[config.model](config), config, group, QUIET)[2].losses
+
+
+@cache
+def on_two(group: fddp.Group) -> list[float]:
+    """Two replicas' losses of the GPT, to compare with."""
+    return losses(GPT, group)
 
 
 ### The command
@@ -108,9 +115,15 @@ def test_defaults_are_those_of_the_model_wherever_it_stands():
 
 
 def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(group: Callable[[int], fddp.Group]):
-    one, two = losses(GPT, group(1)), losses(GPT, group(2))
+    one, two = losses(GPT, group(1)), on_two(group(2))
     assert one == pytest.approx(two, abs=1e-4)
     assert two[-1] < two[0] - 0.5
+
+
+def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(group: Callable[[int], fddp.Group]):
+    every, dropped = on_two(group(2)), losses(replace(GPT, layer_drop=0.3), group(2))
+    assert dropped[-1] < dropped[0] - 0.5
+    assert dropped != pytest.approx(every, abs=1e-3)
 
 
 def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callable[[int], fddp.Group]):
@@ -129,6 +142,7 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callab
     [
         ({"batch": 7}, "--batch must be a multiple of 2"),
         ({"batch": 0}, "--batch must be"),
+        ({"layer_drop": 1.0}, "--layer-drop is for gpt and must be from 0 to below 1, got 1.0"),
         ({"steps": 0}, "--steps must be 1 or more, got 0"),
         ({"preset": "huge"}, "--preset must be one of tiny, bytes, 360m, got 'huge'"),
     ],
