@@ -59,6 +59,7 @@ def dynamic_scale(
 
     Raises:
       ValueError: a number out of its range.
+      TypeError: the parameters are float16 themselves; raised where the state is made.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -80,6 +81,7 @@ def dynamic_scale(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> DynamicScaleState:
+        _check_params(params)
         return DynamicScaleState(jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -115,6 +117,16 @@ def scaled(objective: Objective, opt_state: Any) -> Objective:
         return scale * weighted, value._replace(weight=scale * value.weight, divisor=scale * value.divisor)
 
     return objective_times_scale
+
+
+def _check_params(params: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if getattr(x, "dtype", None) == jnp.float16:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"dynamic_scale cannot take its scale out of a float16 gradient, and parameter {name!r} is float16; "
+                "keep it in float32 and compute with fddp.mixed_precision(loss_fn, jnp.float16)."
+            )
 
 
 def _all_finite(grads: Any) -> Bool[Array, ""]:

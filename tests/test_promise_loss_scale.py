@@ -247,3 +247,10 @@ def test_checkpoints_hold_the_scale(group, tmp_path: Path):
 def test_numbers_out_of_range_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         fddp.dynamic_scale(optax.sgd(1.0), **options)
+
+
+def test_parameters_in_float16_are_refused_for_want_of_room(group):
+    """As by GradScaler: the scale would be divided out in float16, where it is what does not fit."""
+    step = fddp.train_step(product, fddp.dynamic_scale(optax.sgd(1.0)), group=group(2))
+    with pytest.raises(TypeError, match=r"'w' is float16; keep it in float32 and compute with fddp\.mixed_precision"):
+        step.init({"w": np.float16(1)})
