@@ -48,8 +48,8 @@ def powersgd(
       >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
       >>> step = fddp.train_step(loss, optax.sgd(0.1), hook=fddp.hooks.powersgd(2, start_step=0))
       >>> state, info = step(step.init(jnp.ones((64, 64))), jnp.eye(64))
-      >>> state.hook_state["then"]["q"].shape
-      (1, 64, 2)
+      >>> state.hook_state["then"]["q"].shape[1:]  # each replica's own
+      (64, 2)
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"powersgd: rank must be a whole number of 1 or more, got {rank!r}.")

@@ -86,4 +86,7 @@ def summed(
 
 
 def _hooked(hook: Hook, forms: Any, link: Link, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
-    return hook.apply(link, GradBucket(wire, forms), memory)
+    total, new = hook.apply(link, GradBucket(wire, forms), memory)
+    # What a hook remembers of a step that overflowed would never be finite again; the sum is the same on all replicas.
+    finite = jnp.all(jnp.isfinite(total))
+    return total, jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, memory)

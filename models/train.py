@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,15 +151,18 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state, rng=task.rng)
 
-    # This process reads its own rows only; a step has the same rows on any number of processes.
+    # This process reads its own rows only, in Grain's threads while the step before runs; a step has the same rows on
+    # any number of processes.
     own_rows = fddp.samples(
         task.rows, config.batch, rank=group.rank, size=group.processes, seed=config.seed, drop_last=True
     )
+    rows = grain.MapDataset.source(list(islice(own_rows, config.steps)))
+    batches = rows.map(task.batch).to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
     history, flying = History(), deque[fddp.StepInfo](maxlen=2)
     with progress(console) as bar:
         job = bar.add_task("", total=config.steps, loss=math.nan, speed=math.nan)
-        for rows in islice(own_rows, config.steps):
-            state, info = step(state, task.batch(rows))
+        for batch in batches:
+            state, info = step(state, batch)
             flying.append(info)
             if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])

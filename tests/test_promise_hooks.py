@@ -220,6 +220,18 @@ def test_a_hook_and_unused_parameters_go_together(group):
     assert (int(info.used["unused"]), int(info.used["used"]["a"])) == (0, REPLICAS)
 
 
+@pytest.mark.parametrize("name", ["quantize", "topk", "powersgd"])
+def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, name):
+    optimizer = fddp.dynamic_scale(optax.sgd(0.1), initial=4.0)
+    step = fddp.train_step(loss_fn, optimizer, group=group(REPLICAS), hook=LOSSY[name], donate=False, **OPTIONS)
+    before, _ = step(step.init(PARAMS), X)
+    bad = X.copy()
+    bad[0] = np.inf  # on one replica
+    after, _ = step(before, bad)
+    assert float(after.opt_state.scale) == 2
+    equal((after.params, after.hook_state), (before.params, before.hook_state))
+
+
 ### Bytes
 
 WORD = {"f32": 4, "u16": 2, "s32": 4, "s8": 1}
