@@ -30,7 +30,7 @@ class Link:
     """Every replica's array, on every replica."""
     native16: bool = False
     """Whether `psum` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
-    sent: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list, compare=False)
     """What was called while a program is traced: bytes that each replica sends."""
 
 

@@ -39,7 +39,7 @@ def refused(folder: Path, like: Any, says: str) -> None:
 
 
 def form(tree: Any) -> Any:
-    return jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "sharding", None)), tree)
 
 
 def plain(tree: Any) -> Any:

@@ -5,13 +5,14 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 from processes import launch
 
 import fddp
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FIRST, ALONE, REPLICAS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FIRST, ALONE, REPLICAS, *MORE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 
 
@@ -51,6 +52,12 @@ def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():
         "state, info = step(state, batch)",
         'print(f"loss {info.loss:.4f}")',
     ]
+
+
+@pytest.mark.parametrize("script", MORE, ids=lambda script: script.split("fddp.")[-1].split("(")[0])
+def test_the_other_scripts_run(script, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    runpy.run_path(str(tmp_path / "script.py"))
 
 
 def test_ci_calls_the_readmes_test_command():
