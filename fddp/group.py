@@ -133,7 +133,11 @@ class Group:
 
 
 def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
-    """Makes a group of the devices along one axis of the user's own mesh.
+    """Makes a group of the replicas along one axis of the user's own mesh.
+
+    Where the mesh has other axes, a replica is all devices at one place of the axis, and the parameters of `step.init`
+    stay placed along them as the user placed them (tensor parallelism): XLA partitions the loss as under `jax.jit`,
+    and gradients are summed over this axis alone, each device sending the parts that it holds.
 
     Args:
       mesh: a mesh over devices of one or several processes.
@@ -143,7 +147,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
       The group.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis, or a replica is spread over several processes.
 
     Example:
       >>> import jax, fddp
@@ -152,14 +156,23 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     """
     if axis_name not in mesh.axis_names:
         raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, none is {axis_name!r}.")
-    processes = list(dict.fromkeys(device.process_index for device in mesh.devices.flat))
+    axis = mesh.axis_names.index(axis_name)
+    replicas = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.shape[axis_name], -1)
+    owners = [{device.process_index for device in replica} for replica in replicas]
+    for number, found in enumerate(owners):
+        if len(found) > 1:
+            raise ValueError(
+                f"replica {number} of the axis {axis_name!r} is spread over processes {sorted(found)}, and a process "
+                "brings the rows of whole replicas: let the other axes of the mesh lie inside of processes."
+            )
+    owner = [process for (process,) in owners]
+    processes = list(dict.fromkeys(owner))
     platform = mesh.devices.flat[0].platform
 
     def cut(ranks: Sequence[int]) -> Group:
-        members = [processes[rank] for rank in ranks]
-        devices = sorted(mesh.devices.flat, key=lambda d: processes.index(d.process_index))
-        chosen = [d for process in members for d in devices if d.process_index == process]
-        return mesh_group(replica_mesh(chosen))
+        chosen = [at for rank in ranks for at, process in enumerate(owner) if process == processes[rank]]
+        devices = np.take(mesh.devices, chosen, axis)
+        return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
     return Group(
         rank=processes.index(jax.process_index()),

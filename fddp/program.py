@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 # Equations that only wrap a list of others: their contents are part of the straight program.
@@ -112,6 +113,15 @@ def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
     return _collectives(closed.jaxpr)
+
+
+def refuse_tracers(tree: Any) -> None:
+    """Says that a step cannot be part of another program."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
+            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
+        )
 
 
 def differentiable(leaves: Sequence[Any]) -> tuple[int, ...]:

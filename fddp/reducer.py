@@ -14,20 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from fddp.accumulate import accumulate
-from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.flat import Wires
 from fddp.group import Group
 from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
-from fddp.program import collectives, differentiable, ready_order
+from fddp.program import collectives, differentiable, ready_order, refuse_tracers
 from fddp.replicas import described, verify
 from fddp.schedule import Pieces, Runner, Schedule, after, fused, staged
+from fddp.shards import other_axes, pack_parts, parts, specs, unpack_parts
 from fddp.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
@@ -47,6 +47,8 @@ class Reducer:
         """
         self.group, self.options, self.use = group, options, use
         self.plan: BucketPlan | None = None
+        self.where: Any = None
+        """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._objective = objective
         self._runner: Runner | None = None
         own = group.member.own
@@ -89,7 +91,7 @@ class Reducer:
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
-        return make_plan(params, order=self.chosen(params)[::-1], **self.options.caps)
+        return make_plan(parts(self.group.member, params), order=self.chosen(params)[::-1], **self.options.caps)
 
     def chosen(self, params: Any) -> tuple[int, ...]:
         """Which leaves are trained: those that can have a gradient and are not to be ignored."""
@@ -140,7 +142,8 @@ class Reducer:
         paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
         dead = {i for i, path in zip(self.chosen(state.params), paths) if not path}
         order = [i for i in order if i not in dead]
-        self.plan = plan = make_plan(state.params, order=order, **self.options.caps)
+        self.where = specs(self.group.member, state._replace(accumulated=None))
+        self.plan = plan = make_plan(parts(self.group.member, state.params), order=order, **self.options.caps)
         pieces = Pieces(partial(self._local, plan), partial(self._finish, plan))
         self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
 
@@ -215,10 +218,15 @@ class Reducer:
                 f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
                 "another thread sends would differ between ranks; use schedule='fused'."
             )
+        if self.options.schedule == "staged" and other_axes(self.group.member):
+            raise ValueError(
+                f"a replica is several devices here (along {', '.join(map(repr, other_axes(self.group.member)))}), and "
+                "schedule='staged' cuts the program of one; use schedule='fused'."
+            )
         if self.options.schedule != "auto":
             return self.options.schedule
         cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
-        return "staged" if cpu_hosts and not own else "fused"
+        return "staged" if cpu_hosts and not own and not other_axes(self.group.member) else "fused"
 
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
@@ -245,7 +253,7 @@ class Reducer:
         tail = pending.sums._replace(grads=())
         sent, kept = self._buffers(pending.model_state)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        return add_tail(plan, pack(plan, grads), (tail, sent)), _lifted(kept)
+        return pack_parts(self.group.member, plan, grads, (tail, sent), self.where.params), _lifted(kept)
 
     def _buffers(self, model_state: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
@@ -256,24 +264,14 @@ class Reducer:
         return jax.tree.map(lambda x: jnp.where(mine, x, jnp.zeros_like(x)), model_state), None
 
     def _finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any) -> Any:
-        buckets, (tail, buffers) = take_tail(plan, wires)
+        came, (tail, buffers) = unpack_parts(self.group.member, plan, wires, self.where.params)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
-        came = plan.treedef.flatten_up_to(unpack(plan, buckets))
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(tail._replace(grads=grads))
         model_state = buffers if self.options.broadcast_buffers else _lowered(kept)
         used = None if tail.used is None else _tree(plan, chosen, list(tail.used.astype(jnp.int32)))
         return self.use(state, Mean(_tree(plan, chosen, means.grads), means.loss, means.aux, model_state, used))
-
-
-def refuse_tracers(tree: Any) -> None:
-    """Says that a step cannot be part of another program."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
-            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
-        )
 
 
 def _start(state: TrainState) -> Pending:

@@ -20,9 +20,10 @@ from fddp.objective import make_objective
 from fddp.optimizer import update
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
-from fddp.program import differentiable
-from fddp.reducer import Reducer, refuse_tracers
+from fddp.program import differentiable, refuse_tracers
+from fddp.reducer import Reducer
 from fddp.replicas import described, equal_start, verify
+from fddp.shards import laid_out, optimizer_specs, specs
 from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
 from fddp.world import init
@@ -62,14 +63,17 @@ class TrainStep:
         verify(group, "parameters, options or versions", lambda: self._form(params, model_state, rng))
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        make = group.member.program(
-            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(self._reducer.trained(params))),
-            (EVERYWHERE,),
-            EVERYWHERE,
-        )
+        trained, optimizer = self._reducer.trained(params), self._optimizer
+        where = specs(group.member, trained)
+
+        def make(trained: Any) -> Any:
+            opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+            return laid_out(group.member, opt_state, optimizer_specs(optimizer, opt_state, trained, where))
+
+        opt_state = group.member.program(make, (EVERYWHERE,), EVERYWHERE)(trained)
         self._reducer.expect(params)
         number = group.member.place(np.zeros((), np.int32), EVERYWHERE)
-        return TrainState(number, params, make(params), model_state, (), None, rng)
+        return TrainState(number, params, opt_state, model_state, (), None, rng)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
@@ -150,6 +154,7 @@ class TrainStep:
             f"plan {self._reducer.provisional_plan(params).digest}",
             f"{len(jax.tree.leaves(params))} parameters",
             *described("parameter", params),
+            *described("parts of", specs(self._reducer.group.member, params)),
             *described("optimizer", opt_state),
             *described("model_state", model_state),
             *described("rng", rng),
@@ -199,6 +204,7 @@ def train_step(
         new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
         params = _with(state.params, new)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
+        state = laid_out(reducer.group.member, state, reducer.where)
         return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used))
 
     reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
