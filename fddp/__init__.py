@@ -17,6 +17,7 @@ from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx
 from fddp.modules import from_linen as from_linen
 from fddp.modules import from_nnx as from_nnx
+from fddp.normalization import BatchNorm as BatchNorm
 from fddp.objective import Joined as Joined
 from fddp.objective import Weighted as Weighted
 from fddp.options import Options as Options

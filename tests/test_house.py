@@ -22,6 +22,7 @@ FLOORS = {
     "failure": 0,
     "options": 0,
     "modules": 0,
+    "normalization": 0,
     "timeline": 0,
     "sampler": 0,
     "program": 1,
