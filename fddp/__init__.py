@@ -26,6 +26,7 @@ from fddp.plan import BucketPlan as BucketPlan
 from fddp.plan import Leaf as Leaf
 from fddp.plan import make_plan as make_plan
 from fddp.program import grad_order as grad_order
+from fddp.rotation import round_robin as round_robin
 from fddp.sampler import samples as samples
 from fddp.state import TrainState as TrainState
 from fddp.step import StepInfo as StepInfo

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fddp.member import Member, mesh_member, mpi_member
+from fddp.member import EVERYWHERE, Member, mesh_member, mpi_member
 
 AXIS = "replica"
 CHUNK_BYTES = 64 * 2**20
@@ -45,6 +45,10 @@ class Group:
     """What carries this group's programs and messages."""
     cut: "Callable[[Sequence[int]], Group]" = field(repr=False, compare=False)
     """Makes a smaller group; see `subgroup`."""
+    world: tuple[int, ...]
+    """The processes in order of rank, by their number in the whole job."""
+    beside: Callable[[int], tuple[Member, ...]] = field(repr=False, compare=False)
+    """Members that can sum side by side between programs: so many, or fewer where the backend has no more."""
 
     @property
     def axis_name(self) -> str | None:
@@ -174,13 +178,21 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         devices = np.take(mesh.devices, chosen, axis)
         return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
+    def beside(count: int) -> tuple[Member, ...]:
+        # Several devices of a process, reached by programs of several threads in different orders, wait for each other.
+        turns = min(count, len(processes)) if len(processes) == mesh.size else 1
+        return tuple(_turned(mesh, member, turn) if turn else member for turn in range(turns))
+
+    member = mesh_member(mesh, axis_name)
     return Group(
         rank=processes.index(jax.process_index()),
         processes=len(processes),
         size=mesh.shape[axis_name],
         backend="local" if len(processes) == 1 else "gloo" if platform == "cpu" else "nccl",
-        member=mesh_member(mesh, axis_name),
+        member=member,
         cut=cut,
+        world=tuple(processes),
+        beside=beside,
     )
 
 
@@ -205,12 +217,39 @@ def mpi_group(comm: Any) -> Group:
     def cut(ranks: Sequence[int]) -> Group:
         return mpi_group(comm.Create_group(comm.Get_group().Incl(list(ranks))))
 
-    return Group(comm.rank, comm.size, comm.size, "mpi", mpi_member(comm), cut)
+    def beside(count: int) -> tuple[Member, ...]:
+        return (member, *(mpi_member(comm) for _ in range(count - 1)))
+
+    from mpi4py import MPI
+
+    whole, ranks, member = MPI.COMM_WORLD.Get_group(), comm.Get_group(), mpi_member(comm)
+    world = tuple(MPI.Group.Translate_ranks(ranks, None, whole))
+    return Group(comm.rank, comm.size, comm.size, "mpi", member, cut, world, beside)
 
 
 def replica_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh of one axis over devices."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _turned(mesh: Mesh, member: Member, turn: int) -> Member:
+    """The member with sums over the same devices in a cyclically later order.
+
+    XLA keeps one Gloo communicator for each order of devices, and on one communicator two sums at once mix, without an
+    error. Sums of floats may differ in the last bits, equally on all ranks.
+    """
+    ring = Mesh(np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape), mesh.axis_names)
+    other = mesh_member(ring, member.axis_name or AXIS)
+
+    def there(x: jax.Array, home: Mesh, spec: PartitionSpec) -> jax.Array:
+        """What this process has of an array, as part of one over the devices in another order."""
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
+
+    def reduce(x: jax.Array) -> jax.Array:
+        return there(other.reduce(there(x, ring, member.own)), mesh, EVERYWHERE)
+
+    return member._replace(reduce=reduce)
 
 
 def _hosted(x: Any) -> np.ndarray:

@@ -65,6 +65,8 @@ class Member(NamedTuple):
     """Equally many bytes from every process, on every process."""
     send: Callable[[Bytes, int], Bytes]
     """`send(data, root)`: root's bytes, on every process."""
+    links: "tuple[Member, ...]" = ()
+    """Members whose `reduce` may run side by side, each bucket on the next; none: this one alone."""
 
 
 def trace(member: Member, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:

@@ -6,6 +6,7 @@ A schedule says only which of these share an XLA program and what waits for what
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
         clock = perf_counter()
         wires, kept = jax.block_until_ready(local(state, pending, member.feed(rows)))
         spans.append(Span("compute", "backward", clock, perf_counter()))
-        sent = [_sent(member, k, wire) for k, wire in enumerate(wires.arrays)]
+        sent = [_sent(_link(member, k), k, wire) for k, wire in enumerate(wires.arrays)]
         spans.extend(span for _, span in sent)
         return finish(state, replace(wires, arrays=tuple(total for total, _ in sent)), kept)
 
@@ -103,7 +104,8 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
 def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """The backward cut where buckets become ready: the main thread runs stages, another sends what they made.
 
-    For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time.
+    For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time
+    on each link of the member.
 
     Args:
       member: the replicas' programs and sums.
@@ -177,14 +179,19 @@ def _launch(member: Member, staged: _Staged, leaves: list[jax.Array], spans: lis
     clock = perf_counter()
     made: jax.Array | None = None
 
-    # The thread lives as long as the step: nothing is left behind, whatever happens.
-    with ThreadPoolExecutor(1, thread_name_prefix="fddp-all-reduce") as link:
+    # Threads live as long as the step: nothing is left behind, whatever happens.
+    with ExitStack() as stack:
+        threads = [
+            stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=f"fddp-all-reduce-{number}"))
+            for number in range(len(member.links) or 1)
+        ]
 
         def leave(wire: jax.Array) -> None:
             nonlocal clock
             jax.block_until_ready(wire)
             spans.append(Span("compute", f"stage {len(sends)}", clock, clock := perf_counter()))
-            sends.append(link.submit(_sent, member, len(sends), wire))
+            k = len(sends)
+            sends.append(threads[k % len(threads)].submit(_sent, _link(member, k), k, wire))
 
         for stage, program in zip(staged.stages, staged.programs):
             results = program(*(values[number] for number in stage.reads))
@@ -201,6 +208,11 @@ def _launch(member: Member, staged: _Staged, leaves: list[jax.Array], spans: lis
         totals = [send.result() for send in sends]
     spans.extend(span for _, span in totals)
     return jax.tree.unflatten(staged.wires, [*(total for total, _ in totals), *kept])
+
+
+def _link(member: Member, k: int) -> Member:
+    """What carries bucket k between programs."""
+    return member.links[k % len(member.links)] if member.links else member
 
 
 def _sent(member: Member, k: int, wire: jax.Array) -> tuple[jax.Array, Span]:

@@ -39,6 +39,7 @@ FLOORS = {
     "schedule": 3,
     "collective": 3,
     "uneven": 4,
+    "rotation": 4,
     "accumulate": 4,
     "state": 4,
     "reducer": 5,
