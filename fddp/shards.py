@@ -106,31 +106,37 @@ def laid_out(member: Member, tree: Any, where: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, where)
 
 
-def optimizer_specs(optimizer: optax.GradientTransformation, opt_state: Any, params: Any, where: Any) -> Any:
-    """Where an optimizer's state is to lie: what has the shape of a parameter, as that parameter.
+def optimizer_laid_out(
+    member: Member, optimizer: optax.GradientTransformation, opt_state: Any, params: Any, where: Any
+) -> Any:
+    """Says to XLA where an optimizer's state is to lie: what has the shape of a parameter, as that parameter.
 
     Args:
+      member: how this process takes part.
       optimizer: any optax transformation.
       opt_state: its state.
-      params: the parameters, a tree without `None` for what is not trained.
-      where: their specs, a tree like them.
+      params: the parameters that it trains.
+      where: a tree like them, from `specs`.
 
     Returns:
-      A tree like `opt_state`.
+      The optimizer's state.
     """
+    if not other_axes(member):
+        return opt_state
 
-    def spec(x: Any, param: Any, where: PartitionSpec) -> Any:
+    def put(x: Any, param: Any, where: PartitionSpec) -> Any:
+        # A part of the optimizer that is not for a leaf holds an empty node in its place.
         if isinstance(x, optax.MaskedNode):
             return x
-        return where if jnp.shape(x) == jnp.shape(param) else EVERYWHERE
+        return jax.lax.with_sharding_constraint(x, where if jnp.shape(x) == jnp.shape(param) else EVERYWHERE)
 
     return optax.tree_map_params(
         optimizer,
-        spec,
+        put,
         opt_state,
         params,
         where,
-        transform_non_params=lambda _: EVERYWHERE,
+        transform_non_params=lambda x: jax.lax.with_sharding_constraint(x, EVERYWHERE),
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
 

@@ -23,7 +23,7 @@ from fddp.plan import BucketPlan
 from fddp.program import differentiable, refuse_tracers
 from fddp.reducer import Reducer
 from fddp.replicas import described, equal_start, verify
-from fddp.shards import laid_out, optimizer_specs, specs
+from fddp.shards import laid_out, optimizer_laid_out, specs
 from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
 from fddp.world import init
@@ -68,7 +68,7 @@ class TrainStep:
 
         def make(trained: Any) -> Any:
             opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-            return laid_out(group.member, opt_state, optimizer_specs(optimizer, opt_state, trained, where))
+            return optimizer_laid_out(group.member, optimizer, opt_state, trained, where)
 
         opt_state = group.member.program(make, (EVERYWHERE,), EVERYWHERE)(trained)
         self._reducer.expect(params)
@@ -133,7 +133,10 @@ class TrainStep:
 
     @property
     def plan(self) -> BucketPlan:
-        """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness."""
+        """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness.
+
+        Where a replica is several devices, leaves and bytes are those of the parts that each of them holds.
+        """
         if self._reducer.plan is None:
             raise ValueError("a plan exists once a state does: call step.init(params) first.")
         return self._reducer.plan
