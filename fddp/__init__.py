@@ -22,6 +22,7 @@ from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx
 from fddp.modules import from_linen as from_linen
 from fddp.modules import from_nnx as from_nnx
+from fddp.normalization import BatchNorm as BatchNorm
 from fddp.objective import Joined as Joined
 from fddp.objective import Weighted as Weighted
 from fddp.options import Options as Options
@@ -31,6 +32,7 @@ from fddp.plan import Leaf as Leaf
 from fddp.plan import make_plan as make_plan
 from fddp.precision import mixed_precision as mixed_precision
 from fddp.program import grad_order as grad_order
+from fddp.rotation import round_robin as round_robin
 from fddp.sampler import samples as samples
 from fddp.scale import DynamicScaleState as DynamicScaleState
 from fddp.scale import dynamic_scale as dynamic_scale

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fddp.member import Member, mesh_member, mpi_member
+from fddp.member import EVERYWHERE, Member, mesh_member, mpi_member
 
 AXIS = "replica"
 CHUNK_BYTES = 64 * 2**20
@@ -45,6 +45,10 @@ class Group:
     """What carries this group's programs and messages."""
     cut: "Callable[[Sequence[int]], Group]" = field(repr=False, compare=False)
     """Makes a smaller group; see `subgroup`."""
+    world: tuple[int, ...]
+    """The processes in order of rank, by their number in the whole job."""
+    beside: Callable[[int], tuple[Member, ...]] = field(repr=False, compare=False)
+    """Members that can sum side by side between programs: so many, or fewer where the backend has no more."""
 
     @property
     def axis_name(self) -> str | None:
@@ -133,7 +137,11 @@ class Group:
 
 
 def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
-    """Makes a group of the devices along one axis of the user's own mesh.
+    """Makes a group of the replicas along one axis of the user's own mesh.
+
+    Where the mesh has other axes, a replica is all devices at one place of the axis, and the parameters of `step.init`
+    stay placed along them as the user placed them (tensor parallelism): XLA partitions the loss as under `jax.jit`,
+    and gradients are summed over this axis alone, each device sending the parts that it holds.
 
     Args:
       mesh: a mesh over devices of one or several processes.
@@ -143,7 +151,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
       The group.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis, or a replica is spread over several processes.
 
     Example:
       >>> import jax, fddp
@@ -152,22 +160,39 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     """
     if axis_name not in mesh.axis_names:
         raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, none is {axis_name!r}.")
-    processes = list(dict.fromkeys(device.process_index for device in mesh.devices.flat))
+    axis = mesh.axis_names.index(axis_name)
+    replicas = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.shape[axis_name], -1)
+    owners = [{device.process_index for device in replica} for replica in replicas]
+    for number, found in enumerate(owners):
+        if len(found) > 1:
+            raise ValueError(
+                f"replica {number} of the axis {axis_name!r} is spread over processes {sorted(found)}, and a process "
+                "brings the rows of whole replicas: let the other axes of the mesh lie inside of processes."
+            )
+    owner = [process for (process,) in owners]
+    processes = list(dict.fromkeys(owner))
     platform = mesh.devices.flat[0].platform
 
     def cut(ranks: Sequence[int]) -> Group:
-        members = [processes[rank] for rank in ranks]
-        devices = sorted(mesh.devices.flat, key=lambda d: processes.index(d.process_index))
-        chosen = [d for process in members for d in devices if d.process_index == process]
-        return mesh_group(replica_mesh(chosen))
+        chosen = [at for rank in ranks for at, process in enumerate(owner) if process == processes[rank]]
+        devices = np.take(mesh.devices, chosen, axis)
+        return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
+    def beside(count: int) -> tuple[Member, ...]:
+        # Several devices of a process, reached by programs of several threads in different orders, wait for each other.
+        turns = min(count, len(processes)) if len(processes) == mesh.size else 1
+        return tuple(_turned(mesh, member, turn) if turn else member for turn in range(turns))
+
+    member = mesh_member(mesh, axis_name)
     return Group(
         rank=processes.index(jax.process_index()),
         processes=len(processes),
         size=mesh.shape[axis_name],
         backend="local" if len(processes) == 1 else "gloo" if platform == "cpu" else "nccl",
-        member=mesh_member(mesh, axis_name),
+        member=member,
         cut=cut,
+        world=tuple(processes),
+        beside=beside,
     )
 
 
@@ -192,12 +217,39 @@ def mpi_group(comm: Any) -> Group:
     def cut(ranks: Sequence[int]) -> Group:
         return mpi_group(comm.Create_group(comm.Get_group().Incl(list(ranks))))
 
-    return Group(comm.rank, comm.size, comm.size, "mpi", mpi_member(comm), cut)
+    def beside(count: int) -> tuple[Member, ...]:
+        return (member, *(mpi_member(comm) for _ in range(count - 1)))
+
+    from mpi4py import MPI
+
+    whole, ranks, member = MPI.COMM_WORLD.Get_group(), comm.Get_group(), mpi_member(comm)
+    world = tuple(MPI.Group.Translate_ranks(ranks, None, whole))
+    return Group(comm.rank, comm.size, comm.size, "mpi", member, cut, world, beside)
 
 
 def replica_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh of one axis over devices."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _turned(mesh: Mesh, member: Member, turn: int) -> Member:
+    """The member with sums over the same devices in a cyclically later order.
+
+    XLA keeps one Gloo communicator for each order of devices, and on one communicator two sums at once mix, without an
+    error. Sums of floats may differ in the last bits, equally on all ranks.
+    """
+    ring = Mesh(np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape), mesh.axis_names)
+    other = mesh_member(ring, member.axis_name or AXIS)
+
+    def there(x: jax.Array, home: Mesh, spec: PartitionSpec) -> jax.Array:
+        """What this process has of an array, as part of one over the devices in another order."""
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
+
+    def reduce(x: jax.Array) -> jax.Array:
+        return there(other.reduce(there(x, ring, member.own)), mesh, EVERYWHERE)
+
+    return member._replace(reduce=reduce)
 
 
 def _hosted(x: Any) -> np.ndarray:

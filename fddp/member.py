@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
 from fddp.link import Link, axis_link, mpi_link, mpi_word
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()
+# What a replica of one device sees of the mesh.
+WHOLE = AbstractMesh((), ())
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
 ALIGNMENT = 64
@@ -45,6 +47,10 @@ class Member(NamedTuple):
     """Spec of what every replica has for itself: concatenated over replicas along dim 0."""
     share: int
     """Of how many replicas such an array holds the rows."""
+    view: AbstractMesh
+    """The mesh as the function of a replica of several devices sees it: XLA partitions along the other axes."""
+    spec: Callable[[Any], PartitionSpec]
+    """Where the parts of an array lie along those axes, as its user placed it."""
     program: Callable[..., jax.stages.Wrapped]
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
     link: Link
@@ -59,12 +65,15 @@ class Member(NamedTuple):
     """Equally many bytes from every process, on every process."""
     send: Callable[[Bytes, int], Bytes]
     """`send(data, root)`: root's bytes, on every process."""
+    lanes: "tuple[Member, ...]" = ()
+    """Members whose `reduce` may run side by side, each bucket on the next; none: this one alone."""
 
 
 def trace(member: Member, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     """The program of a function of one replica, and the shapes of what it returns; nothing runs."""
     axes = [(member.axis_name, member.share)] if member.axis_name else None
-    return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*args)
+    with jax.sharding.use_abstract_mesh(member.view):
+        return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*args)
 
 
 def lifted(tree: Any) -> Any:
@@ -82,27 +91,41 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
 
     Args:
       mesh: devices of one or several processes.
-      axis_name: the axis over which replicas lie.
+      axis_name: the axis over which replicas lie; along the other axes lie the devices of each.
 
     Returns:
       The member.
     """
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     own = PartitionSpec(axis_name)
     hosts = Mesh(_first_devices(mesh), ("process",))
+    single = mesh.shape[axis_name] == mesh.size  # a replica is one device
+    view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
+
+    def spec(x: Any) -> PartitionSpec:
+        sharding = getattr(x, "sharding", None)
+        if single or not isinstance(sharding, NamedSharding) or not _same_devices(sharding.mesh, mesh):
+            return EVERYWHERE
+        entries = [_without(entry, axis_name) for entry in sharding.spec]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
-        spread = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+        spread = jax.shard_map(
+            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name}, check_vma=False
+        )
+        # Several devices of a replica hold what `place` gave them.
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs) if single else None
         return jax.jit(spread, in_shardings=places, donate_argnums=tuple(donate), compiler_options=COMPILER_OPTIONS)
 
-    def place(tree: Any, spec: PartitionSpec) -> Any:
-        sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(lambda x: _placed(x, sharding), tree)
+    def place(tree: Any, where: PartitionSpec) -> Any:
+        return jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, spec(x) if where == EVERYWHERE else where)), tree)
 
     def feed(rows: Any) -> Any:
         # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
-        if NamedSharding(mesh, own).is_fully_addressable and not _committed(rows):
+        if single and NamedSharding(mesh, own).is_fully_addressable and not _committed(rows):
             return rows
         return place(rows, own)
 
@@ -127,6 +150,8 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         axis_name=axis_name,
         own=own,
         share=mesh.shape[axis_name],
+        view=view,
+        spec=spec,
         program=program,
         link=link,
         reduce=lambda x: jax.block_until_ready(total(x)) if link.size > 1 else x,
@@ -190,6 +215,8 @@ def mpi_member(comm: Any) -> Member:
         axis_name=None,
         own=EVERYWHERE,
         share=1,
+        view=WHOLE,
+        spec=lambda x: EVERYWHERE,
         program=program,
         link=mpi_link(wire),
         reduce=reduce,
@@ -213,6 +240,17 @@ def _first_devices(mesh: Mesh) -> list[Any]:
     for device in mesh.devices.flat:
         first.setdefault(device.process_index, device)
     return list(first.values())
+
+
+def _same_devices(mesh: Any, other: Mesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.shape == other.shape and bool(np.all(mesh.devices == other.devices))
+
+
+def _without(entry: Any, axis_name: str) -> Any:
+    """What stays of an entry of a spec, when an array is to be equal along an axis."""
+    if isinstance(entry, tuple):
+        return tuple(axis for axis in entry if axis != axis_name) or None
+    return None if entry == axis_name else entry
 
 
 def _committed(tree: Any) -> bool:

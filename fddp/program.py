@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 # Equations that only wrap a list of others: their contents are part of the straight program.
@@ -141,6 +142,15 @@ def cheap(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in CALLS:
         return all(cheap(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns)
     return eqn.primitive.name in CHEAP
+
+
+def refuse_tracers(tree: Any) -> None:
+    """Says that a step cannot be part of another program."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
+            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
+        )
 
 
 def differentiable(leaves: Sequence[Any]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.accumulate import accumulate
-from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.flat import Wires
 from fddp.keys import folded
 from fddp.member import Member, lifted, lowered
 from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
@@ -22,6 +22,7 @@ from fddp.program import differentiable
 from fddp.reduction import Reduction, reductions
 from fddp.scale import scaled
 from fddp.schedule import Memory
+from fddp.shards import pack_parts, parts, unpack_parts
 from fddp.state import Mean, TrainState
 
 
@@ -38,13 +39,15 @@ class Recipe:
     use: Callable[[TrainState, Mean], Any]
     """(state, mean) → the result of a step."""
 
-    def local(self, plan: BucketPlan, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Wires, Any]:
-        """What this replica sends, and what it keeps for itself."""
+    def local(
+        self, plan: BucketPlan, where: Any, state: TrainState, pending: Pending | None, rows: Any
+    ) -> tuple[Wires, Any]:
+        """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `shards.specs`."""
         _, pending = self._gather(state, pending, rows)
         tail = pending.sums._replace(grads=(), used=None if self._asks_first else pending.sums.used)
         sent, kept = self._buffers(pending.model_state)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        wires = add_tail(plan, pack(plan, grads), (tail, sent))
+        wires = pack_parts(self.member, plan, grads, (tail, sent), where)
         first = (pending.sums.used,) if self._asks_first else ()
         return replace(wires, arrays=first + wires.arrays), lifted(kept)
 
@@ -52,14 +55,13 @@ class Recipe:
         """How the wires are summed over replicas."""
         return reductions(plan, self.options.hook, self.chosen(params) if self._asks_first else None)
 
-    def finish(self, plan: BucketPlan, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
+    def finish(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
         """The result of a step, from the sums over all replicas."""
         first, arrays = (wires.arrays[:1], wires.arrays[1:]) if self._asks_first else ((), wires.arrays)
-        buckets, (tail, buffers) = take_tail(plan, replace(wires, arrays=arrays))
+        came, (tail, buffers) = unpack_parts(self.member, plan, replace(wires, arrays=arrays), where)
         for used in first:
             tail = tail._replace(used=used)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
-        came = plan.treedef.flatten_up_to(unpack(plan, buckets))
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(tail._replace(grads=grads))
@@ -71,7 +73,7 @@ class Recipe:
     def plan(self, params: Any, order: Sequence[int]) -> BucketPlan:
         """The buckets of the trained leaves in this order."""
         exact = self.options.hook is None and not self._asks_first
-        return replace(make_plan(params, order=order, **self.options.caps), exact=exact)
+        return replace(make_plan(parts(self.member, params), order=order, **self.options.caps), exact=exact)
 
     def remembered(self, params: Any) -> Any:
         """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from fddp.group import Group
@@ -21,10 +20,11 @@ from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Sums
 from fddp.options import Options
 from fddp.plan import BucketPlan
-from fddp.program import collectives, ready_order
+from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
 from fddp.replicas import described, verify
 from fddp.schedule import Pieces, Runner, Schedule, after, fused, staged
+from fddp.shards import other_axes, specs
 from fddp.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
@@ -42,9 +42,16 @@ class Reducer:
         options: how to bucket, accumulate and send.
         use: (state, mean) → the result of a call; runs on every replica.
         """
+        if options.hook is not None and other_axes(group.member):
+            raise ValueError(
+                f"{options.hook} works on whole buckets, and a replica of this group is several devices, along "
+                f"{', '.join(other_axes(group.member))}; a hook needs replicas of one device each."
+            )
         self.group, self.options = group, options
         self.recipe = Recipe(objective, group.member, options, use)
         self.plan: BucketPlan | None = None
+        self.where: Any = None
+        """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._runner: Runner | None = None
         own = group.member.own
         self._hold = group.member.program(
@@ -134,11 +141,12 @@ class Reducer:
         paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
         dead = {i for i, path in zip(self.recipe.chosen(state.params), paths) if not path}
         order = [i for i in order if i not in dead]
+        self.where = where = specs(self.group.member, state._replace(accumulated=None, hook_state=()))
         self.plan = plan = self.recipe.plan(state.params, order)
         pieces = Pieces(
-            partial(self.recipe.local, plan),
+            partial(self.recipe.local, plan, where.params),
             self.recipe.reductions(plan, state.params),
-            partial(self.recipe.finish, plan),
+            partial(self.recipe.finish, plan, where.params),
         )
         self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
 
@@ -223,16 +231,12 @@ class Reducer:
                 f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
                 "another thread sends would differ between ranks; use schedule='fused'."
             )
+        if self.options.schedule == "staged" and other_axes(self.group.member):
+            raise ValueError(
+                f"a replica is several devices here (along {', '.join(map(repr, other_axes(self.group.member)))}), and "
+                "schedule='staged' cuts the program of one; use schedule='fused'."
+            )
         if self.options.schedule != "auto":
             return self.options.schedule
         cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
-        return "staged" if cpu_hosts and not own else "fused"
-
-
-def refuse_tracers(tree: Any) -> None:
-    """Says that a step cannot be part of another program."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
-            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
-        )
+        return "staged" if cpu_hosts and not own and not other_axes(self.group.member) else "fused"

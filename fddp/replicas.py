@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from fddp.group import Group
 from fddp.member import EVERYWHERE
+from fddp.program import merge, split
+from fddp.shards import from_first_replica
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
 
@@ -56,9 +59,14 @@ def equal_start(group: Group, tree: Any) -> Any:
       tree: arrays; of the same form on every rank.
 
     Returns:
-      The tree, on the group's devices; later donation leaves the caller's arrays alone.
+      The tree, on the group's devices; later donation leaves the caller's arrays alone. What the caller has placed in
+      parts along other axes of the mesh stays so.
     """
-    return group.member.place(group.broadcast(tree), EVERYWHERE)
+    leaves, treedef = jax.tree.flatten(tree)
+    apart = [i for i, x in enumerate(leaves) if group.member.spec(x) != EVERYWHERE]
+    parted, whole = split(apart, leaves)
+    whole = group.member.place(group.broadcast(whole), EVERYWHERE)
+    return treedef.unflatten(merge(apart, from_first_replica(group.member, parted) if parted else [], whole))
 
 
 def described(title: str, tree: Any) -> list[str]:
@@ -69,6 +77,8 @@ def described(title: str, tree: Any) -> list[str]:
 
 
 def _form(x: Any) -> str:
+    if isinstance(x, PartitionSpec):
+        return str(x)
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 

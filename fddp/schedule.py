@@ -6,6 +6,7 @@ A schedule says only which of these share an XLA program and what waits for what
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -121,7 +122,8 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
 def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """The backward cut where buckets become ready: the main thread runs stages, another sends what they made.
 
-    For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time.
+    For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time
+    on each link of the member.
 
     Args:
       member: the replicas' programs and sums.
@@ -131,7 +133,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner; stages are cut and compiled once for each form of its arguments.
     """
-    own = member.own
+    own, lanes = member.own, _lanes(member, pieces)
     send, finish = _sending(member, pieces, donate), _finish(member, pieces, donate)
     programs: dict[Any, _Staged] = {}
     spans: list[Span] = []
@@ -142,7 +144,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
         form = (treedef, tuple((x.shape, x.dtype) for x in leaves))
         if form not in programs:
             programs[form] = _compile(member, pieces, state, pending, rows)
-        wires, kept, sends = _launch(programs[form], leaves, partial(send, memory=memory), spans)
+        wires, kept, sends = _launch(programs[form], leaves, partial(send, memory=memory), len(lanes), spans)
         return finish(state, wires, kept, memory, sends, spans)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))
@@ -198,7 +200,7 @@ def _program(member: Member, stage: Stage, specs: list[PartitionSpec]) -> Callab
 
 
 def _launch(
-    staged: _Staged, leaves: list[jax.Array], send: Callable[..., Sent], spans: list[Span]
+    staged: _Staged, leaves: list[jax.Array], send: Callable[..., Sent], lanes: int, spans: list[Span]
 ) -> tuple[Wires, Any, list[Sent]]:
     values = dict(enumerate(leaves))
     sends: list[Future[Sent]] = []
@@ -207,14 +209,19 @@ def _launch(
     clock = perf_counter()
     made: jax.Array | None = None
 
-    # The thread lives as long as the step: nothing is left behind, whatever happens.
-    with ThreadPoolExecutor(1, thread_name_prefix="fddp-all-reduce") as link:
+    # Threads live as long as the step: nothing is left behind, whatever happens.
+    with ExitStack() as stack:
+        threads = [
+            stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=f"fddp-all-reduce-{number}"))
+            for number in range(lanes)
+        ]
 
         def leave(wire: jax.Array) -> None:
             nonlocal clock
             jax.block_until_ready(wire)
             spans.append(Span("compute", f"stage {len(sends)}", clock, clock := perf_counter()))
-            sends.append(link.submit(send, len(sends), first=lambda: sends[0].result(), wire=wire))
+            k = len(sends)
+            sends.append(threads[k % len(threads)].submit(send, k, first=lambda: sends[0].result(), wire=wire))
 
         for stage, program in zip(staged.stages, staged.programs):
             results = program(*(values[number] for number in stage.reads))
@@ -234,7 +241,7 @@ def _launch(
 
 def _sending(member: Member, pieces: Pieces, donate: bool) -> Callable[..., Sent]:
     """Makes `send(k, memory, first, wire)`: the sum of wire k between programs; blocks the calling thread."""
-    own = member.own
+    own, lanes = member.own, _lanes(member, pieces)
 
     def program(reduction: Reduction) -> Callable[..., Any]:
         def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any]:
@@ -253,13 +260,19 @@ def _sending(member: Member, pieces: Pieces, donate: bool) -> Callable[..., Sent
         if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
             total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
         elif reduction.apply is None:
-            total, sent = member.reduce(wire), psum_bytes(member.link, size, wire.dtype)
+            total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.link, size, wire.dtype)
         else:
             total, mine, sent = jax.block_until_ready(programs[k](wire, mine))
         nbytes = size * wire.dtype.itemsize
         return Sent(total, mine, sent, Span("communication", reduction.name, start, perf_counter(), nbytes))
 
     return send
+
+
+def _lanes(member: Member, pieces: Pieces) -> tuple[Member, ...]:
+    """What carries the wires between programs, in turn; hooks share one communicator, where two at once would mix."""
+    hooked = any(reduction.apply for reduction in pieces.reductions)
+    return (member,) if hooked or not member.lanes else member.lanes
 
 
 def _finish(member: Member, pieces: Pieces, donate: bool) -> Callable[..., tuple[Any, Memory]]:

@@ -20,9 +20,10 @@ from fddp.objective import make_objective
 from fddp.optimizer import update
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
-from fddp.program import differentiable
-from fddp.reducer import Reducer, refuse_tracers
+from fddp.program import differentiable, refuse_tracers
+from fddp.reducer import Reducer
 from fddp.replicas import described, equal_start, verify
+from fddp.shards import laid_out, optimizer_laid_out, specs
 from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
 from fddp.world import init
@@ -66,15 +67,18 @@ class TrainStep:
         verify(group, "parameters, options or versions", lambda: self._form(params, model_state, rng))
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        make = group.member.program(
-            lambda params: jax.tree.map(jnp.copy, self._optimizer.init(self._reducer.recipe.trained(params))),
-            (EVERYWHERE,),
-            EVERYWHERE,
-        )
-        remember = group.member.program(self._reducer.recipe.remembered, (EVERYWHERE,), group.member.own)
+        trained, optimizer = self._reducer.recipe.trained(params), self._optimizer
+        where = specs(group.member, trained)
+
+        def make(trained: Any) -> Any:
+            opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+            return optimizer_laid_out(group.member, optimizer, opt_state, trained, where)
+
+        opt_state = group.member.program(make, (EVERYWHERE,), EVERYWHERE)(trained)
+        hook_state = group.member.program(self._reducer.recipe.remembered, (EVERYWHERE,), group.member.own)(params)
         self._reducer.expect(params)
         number = group.member.place(np.zeros((), np.int32), EVERYWHERE)
-        return TrainState(number, params, make(params), model_state, remember(params), None, rng)
+        return TrainState(number, params, opt_state, model_state, hook_state, None, rng)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
@@ -135,7 +139,10 @@ class TrainStep:
 
     @property
     def plan(self) -> BucketPlan:
-        """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness."""
+        """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness.
+
+        Where a replica is several devices, leaves and bytes are those of the parts that each of them holds.
+        """
         if self._reducer.plan is None:
             raise ValueError("a plan exists once a state does: call step.init(params) first.")
         return self._reducer.plan
@@ -156,6 +163,7 @@ class TrainStep:
             f"plan {self._reducer.provisional_plan(params).digest}",
             f"{len(jax.tree.leaves(params))} parameters",
             *described("parameter", params),
+            *described("parts of", specs(self._reducer.group.member, params)),
             *described("optimizer", opt_state),
             *described("model_state", model_state),
             *described("rng", rng),
@@ -205,6 +213,7 @@ def train_step(
         new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
         params = _with(state.params, new)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
+        state = laid_out(reducer.group.member, state, reducer.where)
         return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
 
     reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)

@@ -3,12 +3,19 @@
 import sys
 from pathlib import Path
 
-from workers import group_claims, hook_claims, mismatch_claims, promise_claims, training_claims
+from workers import (
+    group_claims,
+    hook_claims,
+    mismatch_claims,
+    promise_claims,
+    rotation_claims,
+    training_claims,
+)
 from workers.claims import Claim, claims_of, hold
 
 import fddp
 
-CLAIMS = claims_of(group_claims, training_claims, promise_claims, hook_claims, mismatch_claims)
+CLAIMS = claims_of(group_claims, training_claims, promise_claims, hook_claims, rotation_claims, mismatch_claims)
 
 
 def claimed(backend: str, size: int) -> dict[str, Claim]:

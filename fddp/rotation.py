@@ -1,0 +1,64 @@
+"""Several groups of the same processes, which take the buckets in turn.
+
+One communicator sends one bucket at a time, and one flow of messages may not fill a fast link. With several, as many
+buckets are under way at once.
+
+Source: Li et al. (VLDB 2020), section 5.4; `_round_robin_process_groups` in `torch.distributed`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fddp.group import Group
+from fddp.replicas import verify
+
+
+def round_robin(groups: Sequence[Group]) -> Group:
+    """Makes one group of several over the same processes; every process calls it with as many.
+
+    Bucket k of a step that runs as several programs (schedule "staged" or "after") goes to group k modulo their number,
+    on all ranks alike; "staged" has as many all-reduces under way as there are groups. Inside one program (schedule
+    "fused") XLA launches the sums itself, and all else the hosts tell each other is the first group's.
+
+    Under MPI every group has communicators of its own. Under Gloo XLA has one for each order of the devices, so at
+    most as many sums run side by side as there are processes, further groups take their turns on these, and where a
+    process has several devices, all sums stay on one.
+
+    Args:
+      groups: groups of the same processes in the same order, such as `[group] * 3`.
+
+    Returns:
+      The group.
+
+    Raises:
+      ValueError: no group, groups of other processes or devices, or another number of groups on another rank; on every
+        rank of the first group.
+
+    Example:
+      >>> import fddp
+      >>> group = fddp.init()
+      >>> fddp.round_robin([group, group]).size == group.size
+      True
+    """
+    groups = list(groups)
+    if not groups:
+        raise ValueError("round_robin needs at least one group, got none.")
+    first = groups[0]
+    verify(first, "groups for round_robin", lambda: _described(groups))
+    return replace(first, member=first.member._replace(lanes=first.beside(len(groups))))
+
+
+def _described(groups: Sequence[Group]) -> list[str]:
+    forms = [_form(group) for group in groups]
+    for number, form in enumerate(forms):
+        if form != forms[0]:
+            raise ValueError(
+                "round_robin needs groups of the same replicas in the same order: "
+                f"group 0 is {forms[0]}, group {number} is {form}."
+            )
+    return [f"{len(groups)} groups"]
+
+
+def _form(group: Group) -> str:
+    along = f" along {group.axis_name!r}" if group.axis_name else ""
+    return f"{group.size} replicas of backend {group.backend!r}{along} on processes {list(group.world)}"

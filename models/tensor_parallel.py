@@ -1,0 +1,89 @@
+"""Trains the GPT on a mesh of two axes: replicas along one, the parts of each replica along the other.
+
+python models/tensor_parallel.py                           four replicas of two devices
+
+python models/tensor_parallel.py --replicas 2 --parts 2    four devices
+
+Model and loss are those of one device. The parameters are placed as in Megatron-LM: the first matrices of attention and
+feed-forward by columns, the last ones by rows, so that every device has whole heads and hidden units of its own. XLA
+puts in the sums over the parts; fddp sums gradients over the replicas, of which each device sends the parts that it
+holds. On a machine without accelerators the devices are virtual CPUs.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import fddp
+from models import data, gpt
+
+COLUMNS, ROWS = PartitionSpec(None, "part"), PartitionSpec("part", None)
+PLACES = {
+    **dict.fromkeys(("query", "key", "value", "gate", "up"), COLUMNS),
+    **dict.fromkeys(("out", "down", "embed"), ROWS),
+}
+
+
+def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0) -> None:
+    """Trains the tiny GPT on Python's own sources.
+
+    Args:
+      replicas: how often there is the whole model.
+      parts: over how many devices each replica is spread; a divisor of its 2 key-value heads.
+      steps: updates of the parameters.
+      seed: decides the first parameters and the order of rows.
+    """
+    jax.config.update("jax_num_cpu_devices", replicas * parts)
+    mesh = two_axes(replicas, parts)
+    group = fddp.mesh_group(mesh)
+    model = gpt.PRESETS["tiny"]
+    step = fddp.train_step(gpt.loss_fn(model), optax.adamw(1e-2), group=group, has_aux=True)
+    params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
+    state = step.init(placed(params, mesh))
+
+    rows, _ = data.read_text(None, model.context)
+    random = np.random.default_rng(seed)
+    losses: list[float] = []
+    for _ in range(steps):
+        tokens = rows[random.integers(len(rows), size=16 * group.size)].astype(np.int32)
+        state, info = step(state, {"tokens": tokens})
+        losses.append(float(info.loss))
+    whole, held = size_mib(state.params)
+    print(f"{group.size} replicas × {parts} devices")
+    print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {steps} steps")
+    print(f"parameters {whole:.3f} MiB, of which each device holds {held:.3f} MiB")
+    print(step.plan)
+
+
+def two_axes(replicas: int, parts: int) -> Mesh:
+    """The first devices as a mesh; those of one replica are neighbours."""
+    devices = np.array(jax.devices()[: replicas * parts]).reshape(replicas, parts)
+    return Mesh(devices, ("replica", "part"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def placed(params: Any, mesh: Mesh) -> Any:
+    """Cuts the matrices of every layer, and the embedding's table by tokens; what is left lies whole everywhere."""
+
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        spec = next((PLACES[name] for name in names if name in PLACES), PartitionSpec())
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def size_mib(params: Any) -> tuple[float, float]:
+    """How large the parameters are, and one device's parts of them."""
+    leaves = jax.tree.leaves(params)
+    whole, held = sum(x.nbytes for x in leaves), sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    return whole / 2**20, held / 2**20
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
