@@ -9,6 +9,7 @@
 
 from fddp import hooks as hooks
 from fddp.collective import all_reduce as all_reduce
+from fddp.communicator import Communicator as Communicator
 from fddp.flat import pack as pack
 from fddp.flat import unpack as unpack
 from fddp.group import Group as Group
@@ -17,7 +18,6 @@ from fddp.group import mpi_group as mpi_group
 from fddp.hook import GradBucket as GradBucket
 from fddp.hook import Hook as Hook
 from fddp.keys import Shared as Shared
-from fddp.link import Link as Link
 from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx
 from fddp.modules import from_linen as from_linen

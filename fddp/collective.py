@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from fddp.communicator import axis_communicator
 from fddp.flat import pack, unpack
 from fddp.group import Group
 from fddp.hook import Hook
-from fddp.link import axis_link
 from fddp.plan import BucketPlan
 from fddp.reduction import reductions, summed
 
@@ -59,12 +59,12 @@ def all_reduce(
     if jax.tree.leaves(memory):
         raise ValueError(f"{hook} remembers things from step to step: use it with fddp.train_step.")
     if group is not None:
-        link = group.member.link
+        comm = group.member.communicator
     else:
-        link = axis_link(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
+        comm = axis_communicator(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
     sums = [
-        summed(link, reduction, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
+        summed(comm, reduction, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
         for reduction, bucket, buffer in zip(reductions(plan, hook, None), plan.buckets, pack(plan, tree))
     ]
-    reduced = unpack(plan, [total / link.size for total in sums] if op == "mean" else sums)
+    reduced = unpack(plan, [total / comm.size for total in sums] if op == "mean" else sums)
     return jax.tree.map(lambda own, new: own if new is None else new, tree, reduced, is_leaf=lambda x: x is None)

@@ -1,8 +1,8 @@
 """What a communication hook is: what is done with a bucket in place of the plain sum over replicas.
 
 A `Hook` is a pair of pure functions. `apply` runs on every replica, with that replica's own bucket, and talks to the
-others over a `Link`; what it wants to remember until the next step (a rounding error, a warm start) it keeps for each
-leaf of the parameters, so that it outlives a new plan and can be saved. The hooks themselves are in `hooks`.
+others through a `Communicator`; what it wants to remember until the next step (a rounding error, a warm start) it keeps
+for each leaf of the parameters, so that it outlives a new plan and can be saved. The hooks themselves are in `hooks`.
 
 Source: `register_comm_hook` and `GradBucket` in PyTorch.
 """
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from fddp.link import Link, taken
+from fddp.communicator import Communicator, taken
 
 State = tuple[Any, ...]
 
@@ -43,9 +43,9 @@ class Hook(NamedTuple):
 
     init: Callable[[jax.ShapeDtypeStruct], Any]
     """A leaf's form → what each replica remembers for it at first: a tree of arrays, () for nothing."""
-    apply: Callable[[Link, GradBucket, State], tuple[Array, State]]
-    """(link, bucket, what is remembered for its leaves) → the sum over replicas, like the buffer and equal on all of
-    them, and what to remember now. It must call the link's collectives in the same order on every replica."""
+    apply: Callable[[Communicator, GradBucket, State], tuple[Array, State]]
+    """(comm, bucket, what is remembered for its leaves) → the sum over replicas, like the buffer and equal on all of
+    them, and what to remember now. It must call the comm's collectives in the same order on every replica."""
     name: str = "a hook of the user's own"
     """Compared between ranks."""
 
@@ -55,7 +55,7 @@ class Hook(NamedTuple):
 
 def allreduce() -> Hook:
     """The plain sum (PyTorch's `allreduce_hook`)."""
-    return Hook(nothing, lambda link, bucket, state: (link.psum(bucket.buffer), state), "allreduce")
+    return Hook(nothing, lambda comm, bucket, state: (comm.psum(bucket.buffer), state), "allreduce")
 
 
 def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
@@ -79,18 +79,18 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return {"step": jnp.zeros((), jnp.int32), "first": first.init(leaf), "then": hook.init(leaf)}
 
-    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         def phase(hook: Hook, name: str) -> Callable[[State], Any]:
             def run(state: State) -> Any:
                 own = tuple(leaf[name] for leaf in state)
-                (total, own), sent = taken(link, hook.apply, link, bucket, own)
+                (total, own), sent = taken(comm, hook.apply, comm, bucket, own)
                 return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), jnp.uint32(sent)
 
             return run
 
         early = state[0]["step"] < step
         total, state, sent = jax.lax.cond(early, phase(first, "first"), phase(hook, "then"), state)
-        link.sent.append(sent)
+        comm.sent.append(sent)
         return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in state)
 
     return Hook(init, apply, f"starting({step}, {hook.name}, {first.name})")

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, Shaped
 
+from fddp.communicator import Communicator
 from fddp.hook import GradBucket, Hook, State, nothing, split
 from fddp.hook import allreduce as allreduce
 from fddp.hook import starting as starting
-from fddp.link import Link
 from fddp.lowrank import powersgd as powersgd
 
 BYTES_OF_A_SCALE = 4
@@ -31,7 +31,7 @@ def noop() -> Hook:
 
     Replicas then differ; only for debugging (PyTorch's `noop_hook`).
     """
-    return Hook(nothing, lambda link, bucket, state: (bucket.buffer * link.size, state), "noop")
+    return Hook(nothing, lambda comm, bucket, state: (bucket.buffer * comm.size, state), "noop")
 
 
 def bf16(hook: Hook | None = None) -> Hook:
@@ -46,8 +46,8 @@ def bf16(hook: Hook | None = None) -> Hook:
     """
     hook = hook or allreduce()
 
-    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        return hook.apply(replace(link, psum=partial(_narrow_psum, link, jnp.bfloat16)), bucket, state)
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        return hook.apply(replace(comm, psum=partial(_narrow_psum, comm, jnp.bfloat16)), bucket, state)
 
     return Hook(hook.init, apply, f"bf16({hook.name})")
 
@@ -70,10 +70,10 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
         raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
     hook = hook or allreduce()
 
-    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        by = predivide or link.size
-        psum = lambda x: by * _narrow_psum(link, jnp.float16, x / by)  # noqa: E731
-        return hook.apply(replace(link, psum=psum), bucket, state)
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        by = predivide or comm.size
+        psum = lambda x: by * _narrow_psum(comm, jnp.float16, x / by)  # noqa: E731
+        return hook.apply(replace(comm, psum=psum), bucket, state)
 
     return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
 
@@ -94,10 +94,10 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"quantize: block must be a whole number of 1 or more, got {block!r}.")
 
-    def reduce(link: Link, x: Float[Array, " n"]) -> tuple[Array, Array]:
-        message = _to_int8(_rows(x, link.size, block), block)
-        arrived = _from_int8(link.all_to_all(message), block)
-        total = link.all_gather(_to_int8(arrived.sum(0), block))
+    def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
+        message = _to_int8(_rows(x, comm.size, block), block)
+        arrived = _from_int8(comm.all_to_all(message), block)
+        total = comm.all_gather(_to_int8(arrived.sum(0), block))
         return _from_int8(total, block).reshape(-1)[: x.size], _from_int8(message, block).reshape(-1)[: x.size]
 
     return _compressed(reduce, error_feedback, f"quantize(block={block}, error_feedback={error_feedback})")
@@ -119,10 +119,10 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
     if not 0 < ratio <= 1:
         raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
 
-    def reduce(link: Link, x: Float[Array, " n"]) -> tuple[Array, Array]:
+    def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
         _, where = jax.lax.top_k(jnp.abs(x), math.ceil(ratio * x.size))
         values = jax.lax.bitcast_convert_type(x[where].astype(jnp.float32), jnp.int32)
-        places, values = jnp.split(link.all_gather(jnp.concatenate([where.astype(jnp.int32), values])), 2, axis=1)
+        places, values = jnp.split(comm.all_gather(jnp.concatenate([where.astype(jnp.int32), values])), 2, axis=1)
         values = jax.lax.bitcast_convert_type(values, jnp.float32).astype(x.dtype)
         own = jnp.zeros_like(x).at[where].set(x[where].astype(jnp.float32).astype(x.dtype))
         return jnp.zeros_like(x).at[places.reshape(-1)].add(values.reshape(-1)), own
@@ -134,39 +134,39 @@ def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _compressed(reduce: Callable[[Link, Array], tuple[Array, Array]], error_feedback: bool, name: str) -> Hook:
-    """A hook that sends an approximation, `reduce(link, x)` → (sum over replicas, what stood for x in it), and
+def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], error_feedback: bool, name: str) -> Hook:
+    """A hook that sends an approximation, `reduce(comm, x)` → (sum over replicas, what stood for x in it), and
     remembers what it left out. Complex numbers are summed as they are."""
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and _is_float(leaf.dtype) else ()
 
-    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         buffer = bucket.buffer
         if not _is_float(buffer.dtype):
-            return link.psum(buffer), state
+            return comm.psum(buffer), state
         if not error_feedback:
-            return reduce(link, buffer)[0].astype(buffer.dtype), state
+            return reduce(comm, buffer)[0].astype(buffer.dtype), state
         wanted = buffer + jnp.concatenate([left.reshape(-1) for left in state])
-        total, stood = reduce(link, wanted)
+        total, stood = reduce(comm, wanted)
         left = bucket._replace(buffer=wanted - stood.astype(wanted.dtype))
         return total.astype(buffer.dtype), tuple(split(left))
 
     return Hook(init, apply, name)
 
 
-def _narrow_psum(link: Link, dtype: Any, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+def _narrow_psum(comm: Communicator, dtype: Any, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
     """A sum whose words on the wire have 16 bits; integers and what is as narrow already go as they are."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = _narrow_psum(link, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]))
+        parts = _narrow_psum(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]))
         return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
     if not _is_float(x.dtype):
-        return link.psum(x)
-    if link.native16:
-        return link.psum(x.astype(dtype)).astype(x.dtype)
-    rows = jax.lax.bitcast_convert_type(_rows(x.astype(dtype), link.size), jnp.uint16)
-    part = jax.lax.bitcast_convert_type(link.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
-    total = link.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
+        return comm.psum(x)
+    if comm.native16:
+        return comm.psum(x.astype(dtype)).astype(x.dtype)
+    rows = jax.lax.bitcast_convert_type(_rows(x.astype(dtype), comm.size), jnp.uint16)
+    part = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
+    total = comm.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
     return jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
 
 

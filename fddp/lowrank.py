@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fddp.communicator import Communicator
 from fddp.hook import GradBucket, Hook, State, split, starting
-from fddp.link import Link
 
 
 def powersgd(
@@ -71,7 +71,7 @@ def powersgd(
         count = {} if warm_start else {"step": jnp.zeros((), jnp.int32)}
         return {"q": _random(leaf, rank_of(leaf), 0)} | error | count
 
-    def apply(link: Link, bucket: GradBucket, state: State) -> tuple[Array, State]:
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         leaves, remembered = split(bucket), list(state)
         chosen = [i for i, leaf in enumerate(bucket.leaves) if rank_of(leaf)]
         plain = [i for i in range(len(leaves)) if i not in chosen]
@@ -81,9 +81,9 @@ def powersgd(
             matrices.append(wanted.reshape(_matrix_shape(bucket.leaves[i])))
             again = None if warm_start else _random(bucket.leaves[i], rank_of(bucket.leaves[i]), state[i]["step"] + 1)
             starts.append(state[i]["q"] if again is None else again)
-        p_sums = _sums(link, [m @ q for m, q in zip(matrices, starts)] + [leaves[i] for i in plain])
+        p_sums = _sums(comm, [m @ q for m, q in zip(matrices, starts)] + [leaves[i] for i in plain])
         bases = [_orthonormal(p) for p in p_sums[: len(chosen)]]
-        q_sums = _sums(link, [m.T @ p for m, p in zip(matrices, bases)])
+        q_sums = _sums(comm, [m.T @ p for m, p in zip(matrices, bases)])
         for i, total in zip(plain, p_sums[len(chosen) :]):
             leaves[i] = total
         for i, m, p, q in zip(chosen, matrices, bases, q_sums):
@@ -112,10 +112,10 @@ def _orthonormal(x: Float[Array, "n rank"]) -> Float[Array, "n rank"]:
     return jnp.linalg.qr(wide)[0].astype(x.dtype)
 
 
-def _sums(link: Link, arrays: Sequence[Array]) -> list[Array]:
+def _sums(comm: Communicator, arrays: Sequence[Array]) -> list[Array]:
     """Sums over replicas, in one message."""
     if not arrays:
         return []
-    total = link.psum(jnp.concatenate([x.reshape(-1) for x in arrays]))
+    total = comm.psum(jnp.concatenate([x.reshape(-1) for x in arrays]))
     pieces = jax.lax.split(total, [x.size for x in arrays])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays)]

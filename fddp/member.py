@@ -1,9 +1,9 @@
 """How one process takes part in a group: as devices of a mesh, or as a rank of MPI.
 
 A `Member` is a few functions. Everything above is written once, per replica, against them: `program` turns a function
-of one replica into a program that runs on all of them, and inside it `link` is what they say to each other; `reduce`
-adds between programs; `place` brings a process's own arrays to where programs take them; `gather` and `send` move bytes
-between the hosts themselves.
+of one replica into a program that runs on all of them, and `communicator` is what they say to each other inside it;
+`reduce` adds between programs; `place` brings a process's own arrays to where programs take them; `gather` and `send`
+move bytes between the hosts themselves.
 """
 
 import time
@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
-from fddp.link import Link, axis_link, mpi_link, mpi_word
+from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()
@@ -53,7 +53,7 @@ class Member(NamedTuple):
     """Where the parts of an array lie along those axes, as its user placed it."""
     program: Callable[..., jax.stages.Wrapped]
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
-    link: Link
+    communicator: Communicator
     """What replicas say to each other inside a program."""
     reduce: Callable[[jax.Array], jax.Array]
     """Sum over replicas, between programs: of what each has for itself, flat; blocks the calling thread."""
@@ -143,8 +143,8 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
         return np.asarray(join(jax.make_array_from_process_local_data(NamedSharding(hosts, row), mine[None])))
 
-    link = axis_link(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
-    total = program(link.psum, (own,), EVERYWHERE)
+    communicator = axis_communicator(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
+    total = program(communicator.psum, (own,), EVERYWHERE)
 
     return Member(
         axis_name=axis_name,
@@ -153,8 +153,8 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         view=view,
         spec=spec,
         program=program,
-        link=link,
-        reduce=lambda x: jax.block_until_ready(total(x)) if link.size > 1 else x,
+        communicator=communicator,
+        reduce=lambda x: jax.block_until_ready(total(x)) if communicator.size > 1 else x,
         place=place,
         feed=feed,
         gather=gather,
@@ -218,7 +218,7 @@ def mpi_member(comm: Any) -> Member:
         view=WHOLE,
         spec=lambda x: EVERYWHERE,
         program=program,
-        link=mpi_link(wire),
+        communicator=mpi_communicator(wire),
         reduce=reduce,
         place=place,
         feed=lambda rows: rows,

@@ -145,14 +145,14 @@ class Recipe:
         return now.sums, now._replace(sums=plus(was.sums, now.sums))
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
-        return folded(state.rng, state.step, pending.micro_batches, self.member.link.number())
+        return folded(state.rng, state.step, pending.micro_batches, self.member.communicator.number())
 
     def _buffers(self, model_state: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
         if not self.options.broadcast_buffers:
             return None, model_state
         # Replica 0's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        mine, size = self.member.link.number() == 0, self.member.link.size
+        mine, size = self.member.communicator.number() == 0, self.member.communicator.size
 
         def part(x: Array) -> Array:
             if self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped, UInt32
 
+from fddp.communicator import MOST, Communicator, taken
 from fddp.hook import GradBucket, Hook
-from fddp.link import MOST, Link, taken
 from fddp.plan import Bucket, BucketPlan
 
 
@@ -22,8 +22,8 @@ class Reduction(NamedTuple):
     """The sum of one wire over replicas."""
 
     name: str = "tail"
-    apply: Callable[[Link, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
-    """(link, wire, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
+    apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
+    """(comm, wire, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
     a better way for between programs."""
     leaves: tuple[int, ...] | None = None
     """Places in the mask, which is then the first wire; it is sent if a replica used one of them. None: always."""
@@ -56,12 +56,16 @@ def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None
 
 
 def summed(
-    link: Link, reduction: Reduction, mask: Float[Array, " leaves"] | None, wire: Shaped[Array, " n"], memory: Any
+    comm: Communicator,
+    reduction: Reduction,
+    mask: Float[Array, " leaves"] | None,
+    wire: Shaped[Array, " n"],
+    memory: Any,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
     """Makes the sum inside a program.
 
     Args:
-      link: the replicas.
+      comm: how the replicas talk.
       reduction: how.
       mask: how many replicas used each leaf, where the reduction asks.
       wire: this replica's part.
@@ -70,10 +74,10 @@ def summed(
     Returns:
       The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are told).
     """
-    apply = reduction.apply or (lambda link, wire, memory: (link.psum(wire), memory))
+    apply = reduction.apply or (lambda comm, wire, memory: (comm.psum(wire), memory))
 
     def send() -> tuple[Array, Any, Array]:
-        (total, new), sent = taken(link, apply, link, wire, memory)
+        (total, new), sent = taken(comm, apply, comm, wire, memory)
         return total, new, jnp.asarray(min(sent, MOST) if isinstance(sent, int) else sent, jnp.uint32)
 
     if reduction.leaves is None or mask is None:
@@ -85,8 +89,8 @@ def summed(
     )
 
 
-def _hooked(hook: Hook, forms: Any, link: Link, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
-    total, new = hook.apply(link, GradBucket(wire, forms), memory)
+def _hooked(hook: Hook, forms: Any, comm: Communicator, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
+    total, new = hook.apply(comm, GradBucket(wire, forms), memory)
     # What a hook remembers of a step that overflowed would never be finite again; the sum is the same on all replicas.
     finite = jnp.all(jnp.isfinite(total))
     return total, jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, memory)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fddp.communicator import MOST, psum_bytes
 from fddp.flat import Wires
-from fddp.link import MOST, psum_bytes
 from fddp.member import EVERYWHERE, Member, lifted, lowered, trace
 from fddp.reduction import PLAIN, Reduction, summed
 from fddp.stages import Stage, cut
@@ -73,7 +73,7 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
         wires, kept = pieces.local(state, pending, rows)
         sums: list[tuple[Any, Any, Any]] = []
         for reduction, mine, wire in _matched(pieces, lowered(memory), wires):
-            sums.append(summed(member.link, reduction, sums[0][0] if sums else None, wire, mine))
+            sums.append(summed(member.communicator, reduction, sums[0][0] if sums else None, wire, mine))
         totals, new, sent = zip(*sums)
         result = pieces.finish(state, replace(wires, arrays=totals), kept, jnp.stack(sent))
         return result, lifted(new[: len(memory)])
@@ -245,7 +245,7 @@ def _sending(member: Member, pieces: Pieces, donate: bool) -> Callable[..., Sent
 
     def program(reduction: Reduction) -> Callable[..., Any]:
         def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any]:
-            total, mine, sent = summed(member.link, reduction, None, wire, lowered(mine))
+            total, mine, sent = summed(member.communicator, reduction, None, wire, lowered(mine))
             return total, lifted(mine), sent
 
         return member.program(run, (own, own), (EVERYWHERE, own, EVERYWHERE), donate=(1,) if donate else ())
@@ -260,7 +260,7 @@ def _sending(member: Member, pieces: Pieces, donate: bool) -> Callable[..., Sent
         if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
             total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
         elif reduction.apply is None:
-            total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.link, size, wire.dtype)
+            total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.communicator, size, wire.dtype)
         else:
             total, mine, sent = jax.block_until_ready(programs[k](wire, mine))
         nbytes = size * wire.dtype.itemsize

@@ -147,7 +147,9 @@ def from_first_replica(member: Member, tree: Any) -> Any:
     def broadcast(x: jax.Array) -> jax.Array:
         # Bytes to which only the first replica contributes: exact for any dtype.
         words = x.view(jnp.uint8)
-        return member.link.psum(jnp.where(member.link.number() == 0, words, jnp.zeros_like(words))).view(x.dtype)
+        return member.communicator.psum(
+            jnp.where(member.communicator.number() == 0, words, jnp.zeros_like(words))
+        ).view(x.dtype)
 
     where = specs(member, tree)
     program = member.program(

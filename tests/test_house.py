@@ -25,7 +25,7 @@ FLOORS = {
     "normalization": 0,
     "timeline": 0,
     "sampler": 0,
-    "link": 0,
+    "communicator": 0,
     "keys": 0,
     "hook": 1,
     "lowrank": 2,

@@ -36,8 +36,8 @@ def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -
 
     def one(mine: Any, memory: Any) -> tuple[Any, Any]:
         memory = jax.tree.map(lambda x: x[0], memory)
-        total, memory = hook.apply(member.link, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
-        member.link.sent.clear()
+        total, memory = hook.apply(member.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
+        member.communicator.sent.clear()
         return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
 
     own = member.own
@@ -194,9 +194,9 @@ def test_noop_sends_nothing_but_the_loss(group):
 
 
 def test_a_hook_of_the_users_own_sees_its_leaves_and_keeps_what_it_likes(group):
-    def apply(link: fddp.Link, bucket: fddp.GradBucket, state: Any) -> Any:
+    def apply(comm: fddp.Communicator, bucket: fddp.GradBucket, state: Any) -> Any:
         shapes.append([leaf.shape for leaf in bucket.leaves])
-        return link.psum(bucket.buffer) / 2, tuple(count + 1 for count in state)
+        return comm.psum(bucket.buffer) / 2, tuple(count + 1 for count in state)
 
     shapes: list[Any] = []
     halving = fddp.Hook(lambda leaf: jnp.zeros((), jnp.int32), apply, "halving")

@@ -102,9 +102,9 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 
         return call
 
-    link = replace(group.member.link, psum=noted("psum", group.member.link.psum))
+    communicator = replace(group.member.communicator, psum=noted("psum", group.member.communicator.psum))
     between = {name: noted(name, getattr(group.member, name)) for name in ("reduce", "gather", "send")}
-    return replace(group, member=group.member._replace(link=link, **between)), sent
+    return replace(group, member=group.member._replace(communicator=communicator, **between)), sent
 
 
 @SCHEDULES

@@ -1,6 +1,6 @@
 """What replicas can say to each other inside a program: collectives over a mesh axis, or MPI's through mpi4jax.
 
-Everything that travels within a program goes through a `Link`, which also notes how many bytes that is.
+Everything that travels within a program goes through a `Communicator`, which also notes how many bytes that is.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ MOST = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class Link:
+class Communicator:
     """The collectives of one replica with the others."""
 
     size: int
@@ -34,7 +34,7 @@ class Link:
     """What was called while a program is traced: bytes that each replica sends."""
 
 
-def axis_link(axis_name: str, size: int, platform: str) -> Link:
+def axis_communicator(axis_name: str, size: int, platform: str) -> Communicator:
     """The collectives of XLA over one axis of a mesh.
 
     Args:
@@ -43,9 +43,9 @@ def axis_link(axis_name: str, size: int, platform: str) -> Link:
       platform: of the mesh's devices: "cpu", "gpu", "cuda", "tpu".
 
     Returns:
-      The link.
+      The communicator.
     """
-    link = Link(
+    communicator = Communicator(
         size=size,
         number=lambda: jax.lax.axis_index(axis_name),
         psum=lambda x: jax.lax.psum(x, axis_name),
@@ -53,36 +53,36 @@ def axis_link(axis_name: str, size: int, platform: str) -> Link:
         all_gather=lambda x: jax.lax.all_gather(x, axis_name),
         native16=platform != "cpu",
     )
-    return _noting(_of_one(link))
+    return _noting(_of_one(communicator))
 
 
-def mpi_link(comm: Any) -> Link:
+def mpi_communicator(comm: Any) -> Communicator:
     """The collectives of MPI, inside a program.
 
     Args:
       comm: an mpi4py communicator that nothing else uses.
 
     Returns:
-      The link.
+      The communicator.
     """
     import mpi4jax
     from mpi4py import MPI
 
-    link = Link(
+    communicator = Communicator(
         size=comm.size,
         number=lambda: jnp.int32(comm.rank),
         psum=lambda x: mpi4jax.allreduce(mpi_word(x), op=MPI.SUM, comm=comm).astype(x.dtype),
         all_to_all=lambda rows: mpi4jax.alltoall(rows, comm=comm),
         all_gather=lambda x: mpi4jax.allgather(x, comm=comm),
     )
-    return _noting(_of_one(link))
+    return _noting(_of_one(communicator))
 
 
-def taken(link: Link, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Calls a function that sends over a link, and takes what it sent out of the link's notes.
+def taken(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Calls a function that talks to the other replicas, and takes what it sent out of the notes.
 
     Args:
-      link: the link that `f` uses, itself or in other words.
+      comm: what `f` talks over, itself or in other words.
       f: a function of one replica.
       *args: its arguments.
 
@@ -90,18 +90,18 @@ def taken(link: Link, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
       What it returned, and the bytes that each replica sends in it: a number, or an array where that is known only
       when the program runs. Counted as the best algorithms do it: 2 (p − 1)/p of an array for the sum over p replicas.
     """
-    before = len(link.sent)
+    before = len(comm.sent)
     result = f(*args)
-    sent = sum(link.sent[before:])
-    del link.sent[before:]
+    sent = sum(comm.sent[before:])
+    del comm.sent[before:]
     return result, sent
 
 
-def psum_bytes(link: Link, size: int, dtype: Any) -> int:
+def psum_bytes(comm: Communicator, size: int, dtype: Any) -> int:
     """What each replica sends for the sum of so many numbers."""
     itemsize = jnp.dtype(dtype).itemsize
-    word = 4 if itemsize == 2 and not link.native16 else itemsize
-    return -(-2 * (link.size - 1) * size * word // link.size)
+    word = 4 if itemsize == 2 and not comm.native16 else itemsize
+    return -(-2 * (comm.size - 1) * size * word // comm.size)
 
 
 def mpi_word(x: jax.Array) -> jax.Array:
@@ -109,25 +109,25 @@ def mpi_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
-def _of_one(link: Link) -> Link:
+def _of_one(comm: Communicator) -> Communicator:
     """XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well."""
-    if link.size > 1:
-        return link
-    return replace(link, psum=lambda x: x, all_to_all=lambda rows: rows, all_gather=lambda x: x[None])
+    if comm.size > 1:
+        return comm
+    return replace(comm, psum=lambda x: x, all_to_all=lambda rows: rows, all_gather=lambda x: x[None])
 
 
-def _noting(link: Link) -> Link:
+def _noting(comm: Communicator) -> Communicator:
     def noted(f: Callable[[Array], Array], count: Callable[[Array], int]) -> Callable[[Array], Array]:
         def call(x: Array) -> Array:
-            link.sent.append(count(x))
+            comm.sent.append(count(x))
             return f(x)
 
         return call
 
-    size = link.size
+    size = comm.size
     return replace(
-        link,
-        psum=noted(link.psum, lambda x: psum_bytes(link, x.size, x.dtype)),
-        all_to_all=noted(link.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
-        all_gather=noted(link.all_gather, lambda x: x.nbytes * (size - 1)),
+        comm,
+        psum=noted(comm.psum, lambda x: psum_bytes(comm, x.size, x.dtype)),
+        all_to_all=noted(comm.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
+        all_gather=noted(comm.all_gather, lambda x: x.nbytes * (size - 1)),
     )
