@@ -4,7 +4,7 @@
 A schedule says only which of these share an XLA program and what waits for what; the mathematics is the pieces' own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
@@ -58,7 +58,7 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
 
     def step(state: Any, pending: Any, rows: Any) -> Any:
         wires, kept = pieces.local(state, pending, rows)
-        return pieces.finish(state, jax.tree.map(member.psum, wires), kept)
+        return pieces.finish(state, replace(wires, arrays=_summed(member, wires.arrays)), kept)
 
     own = member.own
     program = member.program(step, (EVERYWHERE, own, own), EVERYWHERE, donate=(0,) if donate else ())
@@ -201,6 +201,21 @@ def _launch(member: Member, staged: _Staged, leaves: list[jax.Array], spans: lis
         totals = [send.result() for send in sends]
     spans.extend(span for _, span in totals)
     return jax.tree.unflatten(staged.wires, [*(total for total, _ in totals), *kept])
+
+
+def _summed(member: Member, wires: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """An all-reduce for each wire, in order, under a name by which `fddp.audit` finds it in the compiled program."""
+    totals: list[jax.Array] = []
+    for k, wire in enumerate(wires):
+        with jax.named_scope(f"bucket{k}"):
+            # Left alone, XLA's GPU scheduler sends late buckets first and makes early gradients late. In order, what
+            # lies open of a ResNet-50's traffic falls from 0.10 to 0.03 ms (128 rows each of 8 H100s), of BERT-base's
+            # from 1.40 to 0.74 (8 rows, A100); where traffic outweighs computation a step grows by up to 11 %
+            # (python -m fddp audit; ResNet-50 with 16 rows).
+            if totals and member.share > 1:
+                wire, _ = jax.lax.optimization_barrier((wire, totals[-1]))
+            totals.append(member.psum(wire))
+    return tuple(totals)
 
 
 def _sent(member: Member, k: int, wire: jax.Array) -> tuple[jax.Array, Span]:

@@ -41,8 +41,10 @@ class StepInfo(NamedTuple):
 class TrainStep:
     """A training step over replicas; made by `train_step`."""
 
-    def __init__(self, reducer: Reducer, optimizer: optax.GradientTransformation) -> None:
-        self._reducer, self._optimizer = reducer, optimizer
+    def __init__(
+        self, reducer: Reducer, optimizer: optax.GradientTransformation, make: "Callable[[Group], TrainStep]"
+    ) -> None:
+        self._reducer, self._optimizer, self._make = reducer, optimizer, make
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -127,6 +129,17 @@ class TrainStep:
         """
         return self._reducer.lower(state, batch)
 
+    def on(self, group: Group) -> "TrainStep":
+        """The same step for other replicas.
+
+        Args:
+          group: the replicas.
+
+        Returns:
+          A step of its own; states are not shared.
+        """
+        return self._make(group)
+
     @property
     def plan(self) -> BucketPlan:
         """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness."""
@@ -194,15 +207,19 @@ def train_step(
         raise TypeError(f"fddp.train_step: optimizer must be one of optax's, got {type(optimizer).__name__}.")
     settings = read_options("train_step", options)
 
-    def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-        trained = reducer.trained(state.params)
-        new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
-        params = _with(state.params, new)
-        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
-        return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used))
+    objective = make_objective(loss_fn, has_aux=has_aux)
 
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
-    return TrainStep(reducer, optimizer)
+    def make(group: Group) -> TrainStep:
+        def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
+            trained = reducer.trained(state.params)
+            new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
+            state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
+            return state._replace(step=state.step + 1), StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used))
+
+        reducer = Reducer(objective, group, settings, use)
+        return TrainStep(reducer, optimizer, make)
+
+    return make(group or init())
 
 
 def value_and_grad(
