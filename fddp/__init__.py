@@ -7,6 +7,8 @@
 1.0
 """
 
+from fddp.audit import Audit as Audit
+from fddp.audit import audit as audit
 from fddp.collective import all_reduce as all_reduce
 from fddp.flat import pack as pack
 from fddp.flat import unpack as unpack

@@ -41,6 +41,17 @@ FLOORS = {
     "state": 4,
     "reducer": 5,
     "step": 6,
+    "chips": 0,
+    "compiler": 0,
+    "hlo": 0,
+    "effort": 1,
+    "flights": 2,
+    "drawing": 1,
+    "targets": 3,
+    "estimate": 4,
+    "audit": 7,
+    "workload": 7,
+    "doctor": 1,
 }
 TOP = {"__init__", "__main__"}  # above all floors
 
