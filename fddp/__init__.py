@@ -8,10 +8,13 @@
 """
 
 from fddp import hooks as hooks
+from fddp.audit import Audit as Audit
+from fddp.audit import audit as audit
 from fddp.collective import all_reduce as all_reduce
 from fddp.communicator import Communicator as Communicator
 from fddp.flat import pack as pack
 from fddp.flat import unpack as unpack
+from fddp.gradients import value_and_grad as value_and_grad
 from fddp.group import Group as Group
 from fddp.group import mesh_group as mesh_group
 from fddp.group import mpi_group as mpi_group
@@ -40,6 +43,5 @@ from fddp.state import TrainState as TrainState
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
-from fddp.step import value_and_grad as value_and_grad
 from fddp.uneven import join as join
 from fddp.world import init as init

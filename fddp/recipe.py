@@ -82,6 +82,12 @@ class Recipe:
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
         return lifted(jax.tree.map(self.options.hook.init, forms))
 
+    def memory_form(self, params: Any) -> Any:
+        """What the hooks of all replicas remember, as shapes."""
+        share = self.member.share
+        forms = jax.eval_shape(self.remembered, params)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
+
     def by_wire(self, plan: BucketPlan, hook_state: Any) -> Memory:
         """What is remembered for the leaves of each bucket, in the order of the wires."""
         if self.options.hook is None:

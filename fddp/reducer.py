@@ -174,9 +174,7 @@ class Reducer:
 
     def _check_memory(self, state: TrainState) -> None:
         share = self.group.member.share
-        forms = jax.eval_shape(self.recipe.remembered, state.params)
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
-        got, wanted = described("", state.hook_state), described("", wanted)
+        got, wanted = described("", state.hook_state), described("", self.recipe.memory_form(state.params))
         if got != wanted:
             raise ValueError(
                 f"the state's hook_state is not that of {self.options.hook} on {share} replicas: it has "

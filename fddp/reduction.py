@@ -4,8 +4,9 @@ Source: `register_comm_hook` and `skip_all_reduce_unused_params` in PyTorch; pap
 dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,35 @@ def summed(
         send,
         lambda: (jnp.zeros_like(wire), memory, jnp.uint32(0)),
     )
+
+
+def all_summed(
+    comm: Communicator, reductions: Sequence[Reduction], wires: Sequence[Array], memories: Sequence[Any]
+) -> tuple[tuple[Array, ...], tuple[Any, ...], UInt32[Array, " wires"]]:
+    """Makes all sums of a step inside one program, in order, each under a name by which `fddp.audit` finds it.
+
+    Args:
+      comm: how the replicas talk.
+      reductions: how, for the first of the wires; the others plainly.
+      wires: this replica's parts.
+      memories: what it remembers for each wire.
+
+    Returns:
+      The sums, what to remember for each, and the bytes that each replica sent.
+    """
+    sums: list[tuple[Any, Any, Any]] = []
+    ways = (*reductions, *repeat(PLAIN, len(wires) - len(reductions)))
+    for reduction, wire, memory in zip(ways, wires, memories):
+        with jax.named_scope(reduction.name.replace(" ", "")):
+            # Left alone, XLA's GPU scheduler sends late buckets first and makes early gradients late. In order, what
+            # lies open of a ResNet-50's traffic falls from 0.10 to 0.03 ms (128 rows each of 8 H100s), of BERT-base's
+            # from 1.40 to 0.74 (8 rows, A100); where traffic outweighs computation a step grows by up to 11 %
+            # (python -m fddp audit; ResNet-50 with 16 rows).
+            if sums and comm.size > 1:
+                wire, _ = jax.lax.optimization_barrier((wire, sums[-1][0]))
+            sums.append(summed(comm, reduction, sums[0][0] if sums else None, wire, memory))
+    totals, new, sent = zip(*sums)
+    return totals, new, jnp.stack(sent)
 
 
 def _hooked(hook: Hook, forms: Any, comm: Communicator, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:

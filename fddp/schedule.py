@@ -14,14 +14,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from fddp.communicator import MOST, psum_bytes
 from fddp.flat import Wires
 from fddp.member import EVERYWHERE, Member, lifted, lowered, trace
-from fddp.reduction import PLAIN, Reduction, summed
+from fddp.reduction import PLAIN, Reduction, all_summed, summed
 from fddp.stages import Stage, cut
 from fddp.timeline import Span, Timeline
 
@@ -71,11 +70,9 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
 
     def step(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         wires, kept = pieces.local(state, pending, rows)
-        sums: list[tuple[Any, Any, Any]] = []
-        for reduction, mine, wire in _matched(pieces, lowered(memory), wires):
-            sums.append(summed(member.communicator, reduction, sums[0][0] if sums else None, wire, mine))
-        totals, new, sent = zip(*sums)
-        result = pieces.finish(state, replace(wires, arrays=totals), kept, jnp.stack(sent))
+        mine = (*lowered(memory), *repeat((), len(wires.arrays) - len(memory)))
+        totals, new, sent = all_summed(member.communicator, pieces.reductions, wires.arrays, mine)
+        result = pieces.finish(state, replace(wires, arrays=totals), kept, sent)
         return result, lifted(new[: len(memory)])
 
     own = member.own
@@ -288,10 +285,3 @@ def _finish(member: Member, pieces: Pieces, donate: bool) -> Callable[..., tuple
         return program(state, wires, kept, sent), tuple(send.memory for send in sends[: len(memory)])
 
     return finish
-
-
-def _matched(pieces: Pieces, memory: Memory, wires: Wires) -> list[tuple[Reduction, Any, jax.Array]]:
-    """Each wire with its reduction and what that remembers."""
-    count = len(wires.arrays)
-    reductions = (*pieces.reductions, *repeat(PLAIN, count - len(pieces.reductions)))
-    return list(zip(reductions, (*memory, *repeat((), count - len(memory))), wires.arrays))

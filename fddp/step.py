@@ -1,4 +1,4 @@
-"""The two functions that people call: `train_step` and `value_and_grad`.
+"""A training step over replicas: gradients averaged, then one update of the optimizer.
 
 Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyTorch Distributed" (VLDB 2020).
 """
@@ -20,7 +20,7 @@ from fddp.objective import make_objective
 from fddp.optimizer import update
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
-from fddp.program import differentiable, refuse_tracers
+from fddp.program import differentiable
 from fddp.reducer import Reducer
 from fddp.replicas import described, equal_start, verify
 from fddp.shards import laid_out, optimizer_laid_out, specs
@@ -45,8 +45,10 @@ class StepInfo(NamedTuple):
 class TrainStep:
     """A training step over replicas; made by `train_step`."""
 
-    def __init__(self, reducer: Reducer, optimizer: optax.GradientTransformation) -> None:
-        self._reducer, self._optimizer = reducer, optimizer
+    def __init__(
+        self, reducer: Reducer, optimizer: optax.GradientTransformation, make: "Callable[[Group], TrainStep]"
+    ) -> None:
+        self._reducer, self._optimizer, self._make = reducer, optimizer, make
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -98,6 +100,25 @@ class TrainStep:
         (state, info), hook_state = self._reducer.reduce(state, batch)
         return state._replace(hook_state=hook_state), info
 
+    def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """The form of the state that `init` makes, to compile for or to restore a checkpoint into; nothing is computed.
+
+        Args:
+          params: as for `init`; `jax.ShapeDtypeStruct`s will do.
+          model_state: likewise.
+          rng: likewise.
+
+        Returns:
+          A state of `jax.ShapeDtypeStruct`s.
+        """
+
+        def first(params: Any, model_state: Any, rng: Any) -> TrainState:
+            opt_state = self._optimizer.init(self._reducer.recipe.trained(params))
+            return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, (), None, rng)
+
+        state = jax.eval_shape(first, params, model_state, rng)
+        return state._replace(hook_state=self._reducer.recipe.memory_form(params))
+
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.
 
@@ -136,6 +157,17 @@ class TrainStep:
           ValueError: the schedule runs several programs.
         """
         return self._reducer.lower(state, batch)
+
+    def on(self, group: Group) -> "TrainStep":
+        """The same step for other replicas.
+
+        Args:
+          group: the replicas.
+
+        Returns:
+          A step of its own; states are not shared.
+        """
+        return self._make(group)
 
     @property
     def plan(self) -> BucketPlan:
@@ -208,74 +240,20 @@ def train_step(
         raise TypeError(f"fddp.train_step: optimizer must be one of optax's, got {type(optimizer).__name__}.")
     settings = read_options("train_step", options)
 
-    def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-        trained = reducer.recipe.trained(state.params)
-        new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
-        params = _with(state.params, new)
-        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, model_state=mean.model_state)
-        state = laid_out(reducer.group.member, state, reducer.where)
-        return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
+    objective = make_objective(loss_fn, has_aux=has_aux)
 
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
-    return TrainStep(reducer, optimizer)
+    def make(group: Group) -> TrainStep:
+        def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
+            trained = reducer.recipe.trained(state.params)
+            new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
+            state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
+            state = laid_out(group.member, state._replace(step=state.step + 1), reducer.where)
+            return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
 
+        reducer = Reducer(objective, group, settings, use)
+        return TrainStep(reducer, optimizer, make)
 
-def value_and_grad(
-    loss_fn: Callable[..., Any],
-    *,
-    group: Group | None = None,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Makes `jax.value_and_grad` of a loss over all replicas' rows, for people who keep their own optimizer step.
-
-    Args:
-      loss_fn: as for `train_step`.
-      group: the replicas; None: those of `fddp.init()`.
-      has_aux: whether the loss returns metrics.
-      **options: fields of `fddp.Options`.
-
-    Returns:
-      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all. With
-      `model_state=` or `rng=` given to `f` the loss gets them, and aux is (model_state, aux). Parameters without a
-      gradient (integers) get zeros.
-
-    Raises:
-      TypeError: an unknown option, or something that is not a function.
-      ValueError: an option out of its range.
-
-    Example:
-      >>> import fddp, jax.numpy as jnp
-      >>> f = fddp.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2))
-      >>> [float(x) for x in f(jnp.zeros(()), jnp.full(8, 2.0))]
-      [4.0, -4.0]
-    """
-    check_callable("value_and_grad", "loss_fn", loss_fn)
-    settings = read_options("value_and_grad", options | {"donate": False})
-
-    def use(state: TrainState, mean: Mean) -> Any:
-        grads = jax.tree.map(
-            lambda p, g: jnp.zeros_like(p) if g is None else g,
-            state.params,
-            mean.grads,
-            is_leaf=lambda x: x is None,
-        )
-        if state.model_state is not None:
-            return (mean.loss, (mean.model_state, mean.aux)), grads
-        return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
-
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
-
-    def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
-        refuse_tracers((params, batch))
-        state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
-        state = reducer.group.member.place(state, EVERYWHERE)
-        hook_state = reducer.recipe.remembered(state.params)
-        if jax.tree.leaves(hook_state):
-            raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
-        return reducer.reduce(state._replace(hook_state=hook_state), batch)[0]
-
-    return f
+    return make(group or init())
 
 
 def _check_params(params: Any) -> None:

@@ -53,6 +53,18 @@ FLOORS = {
     "recipe": 5,
     "reducer": 6,
     "step": 7,
+    "gradients": 7,
+    "chips": 0,
+    "compiler": 0,
+    "hlo": 0,
+    "effort": 1,
+    "flights": 2,
+    "drawing": 1,
+    "targets": 3,
+    "estimate": 4,
+    "audit": 8,
+    "workload": 8,
+    "doctor": 1,
 }
 TOP = {"__init__", "__main__"}  # above all floors
 

@@ -1,0 +1,254 @@
+"""What the compiled program really does: which all-reduces it has, when they leave, and what runs beside them.
+
+A schedule is a promise of XLA's that can be read before anything runs, and for GPUs that are not here.
+
+Source: Li et al. (VLDB 2020), Fig. 6, read off the program in place of a profile.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fddp.drawing import draw
+from fddp.effort import work
+from fddp.estimate import estimate
+from fddp.flights import Flight, find_flights
+from fddp.hlo import Module, parse
+from fddp.plan import BucketPlan, MiB
+from fddp.step import TrainStep
+from fddp.targets import Target, read_target
+from fddp.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a step's compiled program does with the buckets of its plan; `print(audit)` is a table."""
+
+    where: str
+    """The target, or the platform of the devices that the step runs on."""
+    plan: BucketPlan
+    flights: tuple[Flight, ...]
+    """The program's collectives, in the order in which they start."""
+    buckets: tuple[int | None, ...]
+    """The bucket that each flight carries; `len(plan.buckets)` is the tail where it travels alone, None a collective
+    that is no bucket: the loss's own, or several buckets merged."""
+    heavy: int
+    """Matrix products and convolutions in the program, and"""
+    flops: int
+    """their floating-point operations in one replica's step."""
+    looped: int
+    """Of these, the operations done in loops."""
+    timeline: Timeline | None
+    """For a target: when the step would compute and communicate, by `estimate`. The names of communication are
+    numbers of flights."""
+
+    def problems(self) -> tuple[str, ...]:
+        """What keeps traffic from being hidden, in words, and what to do about it.
+
+        Returns:
+          A sentence or two for each fault; empty if there is none.
+        """
+        return tuple(_problems(self))
+
+    def picture(self, path: Any) -> None:
+        """Draws the estimated schedule.
+
+        Args:
+          path: file to write; its suffix says the format.
+
+        Raises:
+          ValueError: the audit has no target, so nothing is estimated.
+          ModuleNotFoundError: matplotlib is not installed.
+        """
+        if self.timeline is None:
+            raise ValueError("only an audit with a target has a schedule to draw; give fddp.audit(…, target='h100:8').")
+        draw(self.timeline, [self.label(k) for k in range(len(self.flights))], self.where, path)
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Numbers of the flights that carry a bucket."""
+        return tuple(k for k, bucket in enumerate(self.buckets) if bucket is not None)
+
+    def label(self, k: int) -> str:
+        """What a flight carries, in words.
+
+        Args:
+          k: its number.
+
+        Returns:
+          "bucket 2", "tail", "merged" or "other".
+        """
+        bucket = self.buckets[k]
+        if bucket is None:
+            return "merged" if len(self.flights[k].arrays) > 1 else "other"
+        return f"bucket {bucket}" if bucket < len(self.plan.buckets) else "tail"
+
+    def __str__(self) -> str:
+        head = ("starts", "carries", "kind", "MiB", "dtype", "mode", "heavy operations in flight", "of all FLOPs")
+        rows: list[tuple[str, ...]] = [head]
+        for k, flight in enumerate(self.flights):
+            mode = "asynchronous" if flight.asynchronous else "synchronous"
+            share = f"{flight.flops / self.flops:.1%}" if self.flops else "–"
+            dtypes = "+".join(sorted({array.dtype for array in flight.arrays}))
+            mode += ", in a loop" if flight.loops else ""
+            mib = f"{flight.nbytes / MiB:.3f}"
+            rows.append((str(k), self.label(k), flight.kind, mib, dtypes, mode, str(flight.heavy), share))
+        widths = [max(len(row[c]) for row in rows) for c in range(len(head))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines = [
+            *table,
+            f"{self.where}: {sum(f.asynchronous for f in self.flights)} of {len(self.flights)} collectives "
+            f"asynchronous, {len(self.plan.buckets)} buckets planned; {self.heavy} heavy operations, "
+            f"{self.flops / 1e9:.1f} GFLOP a replica",
+        ]
+        if self.timeline is not None and self.sent:
+            line = self.timeline
+            lines.append(
+                f"estimated at peak rates: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms of traffic "
+                f"exposed, {line.overlap_share:.0%} of it under computation"
+            )
+        problems = self.problems()
+        lines += [f"problem: {problem}" for problem in problems] or ["no problem found"]
+        return "\n".join(lines)
+
+
+def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) -> Audit:
+    """Reads what XLA made of a step: each all-reduce, and what is computed while it is on its way.
+
+    Nothing runs and nothing is sent. With a target the step is compiled ahead of time for GPUs that need not exist.
+
+    Args:
+      step: from `train_step`, with a schedule that is one program ("fused", or "auto" where that picks it).
+      state: the step's state; only shapes matter, `jax.ShapeDtypeStruct`s will do.
+      batch: as for a step. With a target: the rows of all its replicas together; only shapes matter.
+      target: None: the devices that the step runs on. "h100:8": eight H100s in one host; "a100:2x8": two hosts of
+        eight A100s; "h200:4".
+
+    Returns:
+      An `Audit`: `print(it)`, `it.problems()`, `it.picture("schedule.png")`.
+
+    Raises:
+      ValueError: an unknown target, or a schedule of several programs.
+      RuntimeError: the compiler for the target is not installed.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> state = step.init(jnp.ones((4, 2)))
+      >>> fddp.audit(step, state, jnp.ones((8, 4))).plan.buckets[0].names
+      ('',)
+    """
+    there = None if target is None else read_target(target)
+    if there is not None:
+        step = step.on(there.group())
+        state, batch = jax.tree.map(_shape, (state, batch))
+        state = step.shapes(state.params, model_state=state.model_state, rng=state.rng)
+    module = parse(step.lower(state, batch).compile().as_text() or "")
+    flights = find_flights(module)
+    where = there.name if there is not None else jax.default_backend()
+    return read(module, flights, step.plan, where, there)
+
+
+def read(module: Module, flights: tuple[Flight, ...], plan: BucketPlan, where: str, target: Target | None) -> Audit:
+    """Compares a compiled program with a plan.
+
+    Args:
+      module: the program.
+      flights: its collectives.
+      plan: the buckets it should send.
+      where: what it is compiled for, in words.
+      target: the same as data, to estimate with; or None.
+
+    Returns:
+      The audit.
+    """
+    lines = next(module.schedules()).lines
+    works = [(line, work(module, line, computation)) for line, computation in lines]
+    return Audit(
+        where=where,
+        plan=plan,
+        flights=flights,
+        buckets=_buckets(flights, plan),
+        heavy=sum(len(found) for _, found in works),
+        flops=sum(one.flops for _, found in works for one in found),
+        looped=sum(one.flops for line, found in works if line.opcode == "while" for one in found),
+        timeline=None if target is None else estimate(module, flights, target),
+    )
+
+
+def _buckets(flights: Sequence[Flight], plan: BucketPlan) -> tuple[int | None, ...]:
+    """By the name that the fused schedule gives to a bucket's all-reduce; XLA keeps the first name of a merged one."""
+    named = [re.search(r"\b(?:bucket(\d+)|tail)\b", flight.op_name) for flight in flights]
+    number = lambda name: len(plan.buckets) if name[1] is None else int(name[1])  # noqa: E731
+    return tuple(number(n) if n and len(f.arrays) == 1 else None for n, f in zip(named, flights))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x))
+
+
+def _problems(audit: Audit) -> Iterator[str]:
+    flights, planned = audit.flights, len(audit.plan.buckets)
+    if not flights:
+        yield "nothing is sent: this step has one replica, so there is no traffic to hide."
+        return
+    for k, flight in enumerate(flights):
+        if len(flight.arrays) > 1:
+            yield (
+                f"merged: XLA made one {flight.kind} of {len(flight.arrays)}, {flight.nbytes / MiB:.1f} MiB, which "
+                "leaves when the last of them is ready; take what overrides fddp's "
+                "xla_gpu_all_reduce_combine_threshold_bytes=0 out of XLA_FLAGS."
+            )
+        if flight.loops:
+            yield (
+                f"in a loop: {flight.op_name or flight.kind} ({audit.label(k)}) is sent in every round; move it out of "
+                "the loop. (Micro-batches of accumulation_steps send nothing.)"
+            )
+    carried = [bucket for bucket in audit.buckets if bucket is not None and bucket < planned]
+    missing = sorted(set(range(planned)) - set(carried))
+    if missing and all(len(flight.arrays) == 1 for flight in flights):
+        yield f"not as planned: no collective carries bucket {_listed(missing)}."
+    if carried != sorted(carried):
+        yield f"out of order: buckets start in the order {_listed(carried)}; early ones wait for late ones."
+    yield from _exposed(audit, [k for k in audit.sent if not flights[k].loops])
+
+
+def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
+    """Traffic with nothing under it: of the last bucket that is in the nature of things."""
+    held = [k for k in sent if not audit.flights[k].asynchronous]
+    alone = [k for k in sent if k not in held and not audit.flights[k].heavy]
+    if held and audit.where == "cpu":
+        yield (
+            f"synchronous: {_listed(map(audit.label, held))}. XLA:CPU overlaps nothing inside a program; one process a "
+            "replica with schedule='staged' does, and target='h100:8' shows what GPUs would do."
+        )
+    elif held:
+        yield (
+            f"synchronous: {_listed(map(audit.label, held))}. The program waits for each; "
+            "xla_gpu_enable_latency_hiding_scheduler must be true (fddp sets it: look for XLA_FLAGS that unset it)."
+        )
+    elif audit.looped > audit.flops / 2 and len(alone) == len(sent):
+        yield (
+            f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and a loop (lax.scan "
+            "over layers?) delivers all its gradients when it ends, so nothing is left to hide traffic under; write "
+            "the layers as a Python loop."
+        )
+    elif len(sent) == 1 and alone:
+        yield (
+            "nothing to overlap with: one bucket holds everything and leaves when the backward pass is over; give a "
+            "smaller bucket_cap_mb."
+        )
+    elif len(alone) > max(1, len(sent) // 2):
+        yield (
+            f"nothing to overlap with: nothing heavy is computed while {_listed(map(audit.label, alone))} "
+            "are on their way; give each replica more rows, or larger buckets."
+        )
+
+
+def _listed(items: Iterable[Any]) -> str:
+    return ", ".join(map(str, items))

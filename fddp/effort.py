@@ -1,0 +1,142 @@
+"""What instructions take: multiplications of matrix products and convolutions, and bytes of memory.
+
+Source: `HloCostAnalysis` and the custom calls of `gpu/cublas_cudnn.h` in XLA.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from fddp.hlo import Computation, Instruction, Module
+
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+FREE |= {"optimization-barrier", "add-dependency", "opt-barrier"}
+SLICES = {"slice", "dynamic-slice", "gather"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one matrix product or convolution, and the dtype they are done in."""
+
+    flops: int
+    dtype: str
+
+
+def work(module: Module, instruction: Instruction, computation: Computation) -> tuple[Work, ...]:
+    """The matrix products and convolutions of an instruction, those in its fusion or loop included.
+
+    Args:
+      module: the program.
+      instruction: the instruction.
+      computation: where it stands.
+
+    Returns:
+      One `Work` for each of them; of a loop one for each with the operations of all its rounds; of a conditional
+      those of its most laborious branch. A library call of which nothing else is known has 0 operations.
+    """
+    own = _own_work(instruction, computation)
+    if own is not None:
+        return (own,)
+    if instruction.opcode not in ("fusion", "call", "while", "conditional", "async-start"):
+        return ()
+    parts = [
+        tuple(one for inner in called.values() for one in work(module, inner, called))
+        for called in (module.computations[name] for name in instruction.calls)
+    ]
+    if instruction.opcode == "conditional":
+        return max(parts, key=lambda part: sum(one.flops for one in part), default=())
+    return tuple(Work(instruction.trips * one.flops, one.dtype) for part in parts for one in part)
+
+
+def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
+    """Bytes that an instruction reads and writes, of a large array only the slices that it takes.
+
+    Args:
+      module: the program.
+      instruction: the instruction.
+      computation: where it stands.
+
+    Returns:
+      Bytes; 0 for instructions that move nothing. Of a loop the bytes of all its rounds.
+    """
+    if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+        return 0
+    if instruction.opcode in ("while", "call", "conditional"):
+        called = (module.computations[name] for name in instruction.calls)
+        inner = (traffic(module, part, body) for body in called for part in body.values())
+        return instruction.trips * sum(inner)
+    written = sum(array.nbytes for array in instruction.result)
+    if instruction.opcode != "fusion":
+        return written + sum(sum(x.nbytes for x in computation[name].result) for name in instruction.operands)
+    return written + _read(module.computations[instruction.calls[0]])
+
+
+def _read(body: Computation) -> int:
+    """Bytes that a fusion reads: whole parameters, or of those that are only sliced the slices."""
+    readers: dict[str, list[Instruction]] = {}
+    for instruction in body.values():
+        for name in instruction.operands:
+            readers.setdefault(name, []).append(instruction)
+
+    def size(instruction: Instruction) -> int:
+        whole = sum(array.nbytes for array in instruction.result)
+        users = readers.get(instruction.name, [])
+        if not users:
+            return whole
+        parts = [
+            size(user) if user.opcode == "bitcast" else sum(x.nbytes for x in user.result)
+            for user in users
+            if user.opcode in SLICES or user.opcode == "bitcast"
+        ]
+        return min(whole, sum(parts)) if len(parts) == len(users) else whole
+
+    return sum(size(instruction) for instruction in body.values() if instruction.opcode == "parameter")
+
+
+### Floating-point operations: twice the multiplications
+
+
+def _own_work(instruction: Instruction, computation: Computation) -> Work | None:
+    """The work of a single product or convolution; None for what is neither."""
+    if instruction.opcode == "dot":
+        return _product(instruction, computation, r"lhs_contracting_dims=\{([\d,]*)\}")
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, computation, "conv")
+    target = instruction.target
+    if target.startswith("__cublas"):
+        return _product(instruction, computation, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+    if target.startswith("__cudnn$conv"):
+        return _convolution(instruction, computation, target.removeprefix("__cudnn$"))
+    if target.startswith(("__cudnn", "__onednn", "__triton", "__cublas")):
+        return Work(0, instruction.result[0].dtype)
+    return None
+
+
+def _product(instruction: Instruction, computation: Computation, contracting: str) -> Work:
+    left = computation[instruction.operands[0]].result[0]
+    found = re.search(contracting, instruction.attributes)
+    over = math.prod(left.dims[int(d)] for d in re.findall(r"\d+", found[1])) if found else 1
+    return Work(2 * instruction.result[0].size * over, left.dtype)
+
+
+def _convolution(instruction: Instruction, computation: Computation, kind: str) -> Work:
+    """2 × (what comes out) × (what of the kernel adds to one number of it).
+
+    cuDNN's backward passes are written with the forward pass's labels, and cost what it costs.
+    """
+    first, second = (computation[name].result[0] for name in instruction.operands[:2])
+    result = instruction.result[0]
+    out, kernel = result, second
+    if kind.startswith("convBackwardInput"):
+        out = first
+    elif kind.startswith("convBackwardFilter"):
+        out, kernel = second, result
+    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
+    features = kernel.dims[labels[1].index("o")] if labels else 1
+    flops = 2 * out.size * kernel.size // max(features, 1)
+    # A dilated input, the backward pass of a stride, is mostly zeros; grouped batches meet their own kernels only.
+    dilated = re.search(r"lhs_dilate=([\dx]+)", instruction.attributes)
+    groups = re.search(r"batch_group_count=(\d+)", instruction.attributes)
+    for factor in re.findall(r"\d+", (dilated[1] if dilated else "") + " " + (groups[1] if groups else "")):
+        flops //= int(factor)
+    return Work(flops, first.dtype)

@@ -1,0 +1,96 @@
+"""The collectives of a scheduled program, and what is computed while each is on its way.
+
+On a GPU an all-reduce is two instructions, start and done; what stands between them runs beside it. A collective that
+is one instruction, or that XLA has marked as synchronous, holds the program up.
+"""
+
+from dataclasses import dataclass
+
+from fddp.effort import work
+from fddp.hlo import Array, Instruction, Module, Schedule
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One collective: when it starts and when it is waited for, as places in its schedule."""
+
+    kind: str
+    """"all-reduce", say."""
+    arrays: tuple[Array, ...]
+    """What it sends; several where XLA has merged several collectives."""
+    op_name: str
+    start: int
+    done: int
+    """The same place where it is synchronous."""
+    loops: int
+    """How many loops stand around it."""
+    heavy: int
+    """Matrix products and convolutions that are scheduled between start and done."""
+    flops: int
+    """Their floating-point operations."""
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.done > self.start
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+def find_flights(module: Module) -> tuple[Flight, ...]:
+    """Finds a program's collectives.
+
+    Args:
+      module: the program; in its order, if it is scheduled.
+
+    Returns:
+      Its collectives in the order in which they start, those inside of loops last.
+    """
+    return tuple(flight for schedule in module.schedules() for flight in _flights(module, schedule))
+
+
+def _flights(module: Module, schedule: Schedule) -> list[Flight]:
+    lines = schedule.lines
+    works = [work(module, line, computation) for line, computation in lines]
+    ends = {line.operands[0]: at for at, (line, _) in enumerate(lines) if line.opcode.endswith("-done")}
+    flights = []
+    for at, (line, computation) in enumerate(lines):
+        sender = _sender(module, line)
+        if sender is None:
+            continue
+        waits = module.scheduled and line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
+        done = ends.get(line.name, at) if waits else at
+        under = works[at + 1 : done]
+        flights.append(
+            Flight(
+                kind=next(kind for kind in KINDS if sender.opcode.startswith(kind)),
+                arrays=tuple(x for name in line.operands for x in computation[name].result),
+                op_name=line.op_name or sender.op_name,
+                start=at,
+                done=done,
+                loops=schedule.loops,
+                heavy=sum(map(bool, under)),
+                flops=sum(one.flops for found in under for one in found),
+            )
+        )
+    return flights
+
+
+def _sender(module: Module, line: Instruction) -> Instruction | None:
+    """The collective that an instruction starts: itself, or what a general `async-start` wraps."""
+    if line.opcode == "async-start":
+        inner = (part for name in line.calls for part in module.computations[name].values())
+        return next((part for part in inner if _is_collective(part)), None)
+    return line if _is_collective(line) else None
+
+
+def sends(module: Module, line: Instruction) -> bool:
+    """Whether an instruction starts a collective."""
+    return _sender(module, line) is not None
+
+
+def _is_collective(line: Instruction) -> bool:
+    return line.opcode.removesuffix("-start") in KINDS

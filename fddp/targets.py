@@ -1,0 +1,119 @@
+"""Machines to compile for that are not here: so many hosts with so many GPUs of one kind.
+
+XLA's compiler for NVIDIA's GPUs needs none of them: a description of the chip is enough. It comes with the package
+`jax-cuda13-pjrt` (the extra `audit`).
+
+Source: `jax.experimental.topologies`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import PartitionSpec
+
+from fddp import compiler
+from fddp.chips import CHIPS, Chip
+from fddp.group import AXIS, Group, replica_mesh
+from fddp.member import Member, mesh_member
+
+# Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
+LATENCY_S, NETWORK_LATENCY_S = 20e-6, 60e-6
+
+
+@dataclass(frozen=True)
+class Target:
+    """Hosts with GPUs.
+
+    Example:
+      >>> target = read_target("h100:2x8")
+      >>> target.size, target.chip.name
+      (16, 'NVIDIA H100 80GB HBM3')
+    """
+
+    name: str
+    chip: Chip
+    hosts: int
+    gpus: int
+    """GPUs of each host."""
+
+    @property
+    def size(self) -> int:
+        """Replicas: one each GPU."""
+        return self.hosts * self.gpus
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Bytes a second that leave each GPU of a ring: by NVLink; through all of a host's cards at its border."""
+        links = self.chip.links * self.chip.link_bytes_per_s
+        return links if self.hosts == 1 else min(links, self.gpus * self.chip.network_bytes_per_s)
+
+    def all_reduce_seconds(self, nbytes: int) -> float:
+        """How long an all-reduce takes at best: a ring sends all but a part 1/n of it twice."""
+        latency = LATENCY_S if self.hosts == 1 else NETWORK_LATENCY_S
+        return latency + 2 * (self.size - 1) / self.size * nbytes / self.link_bytes_per_s
+
+    def group(self) -> Group:
+        """The replicas of this machine, as one process sees them that only compiles.
+
+        Returns:
+          A group whose programs can be lowered and compiled, and whose arrays are shapes.
+
+        Raises:
+          RuntimeError: the compiler is missing, or is not the one that belongs to this JAX.
+        """
+        member = _compiling(mesh_member(replica_mesh(self._devices()), AXIS))
+        return Group(0, 1, self.size, "nccl", member, lambda ranks: self.group(), (0,), lambda count: (member,))
+
+    def _devices(self) -> list[Any]:
+        trouble = compiler.trouble()
+        if trouble:
+            raise RuntimeError(trouble)
+        compiler.expect_no_gpu()
+        try:
+            return topologies.get_topology_desc(
+                platform="cuda",
+                topology_name="",
+                target_config=self.chip.description,
+                topology=f"1x{self.hosts}x{self.gpus}",
+            ).devices
+        except Exception as error:  # whatever the plugin says
+            raise RuntimeError(
+                f"XLA cannot compile for {self.name} here: {error}. Where there is no GPU, start Python with "
+                "JAX_PLATFORMS=cpu, or call fddp.init() before anything else of JAX."
+            ) from error
+
+
+def read_target(name: str) -> Target:
+    """Reads the name of a target.
+
+    Args:
+      name: a chip and how many: "h100:8" is one host of eight, "h100:2x8" two hosts.
+
+    Returns:
+      The target.
+
+    Raises:
+      ValueError: an unknown chip, or no number of GPUs.
+    """
+    found = re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", name) if isinstance(name, str) else None
+    if found is None or found[1] not in CHIPS:
+        raise ValueError(
+            f"target must be a chip ({', '.join(CHIPS)}) and how many: 'h100:8' for one host, 'h100:2x8' for two; "
+            f"got {name!r}."
+        )
+    return Target(name, CHIPS[found[1]], int(found[2] or 1), int(found[3]))
+
+
+def _compiling(member: Member) -> Member:
+    """A member that is alone and puts nothing anywhere: arrays are their shapes."""
+
+    def place(tree: Any, spec: PartitionSpec) -> Any:
+        del spec
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+    return member._replace(
+        gather=lambda data: data[None], send=lambda data, root: data, feed=lambda rows: rows, place=place
+    )

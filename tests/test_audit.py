@@ -1,0 +1,284 @@
+"""The schedules that XLA makes for GPUs which are not here hold what the fused schedule promises.
+
+Shapes are chosen so that operations are real and compiling is quick: rows are those of one replica.
+"""
+
+import importlib.util
+from functools import cache
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp import member
+from fddp.audit import read
+from fddp.flights import find_flights
+from fddp.hlo import parse
+from fddp.targets import read_target
+from fddp.workload import Workload, read_workload
+from models import mlp
+
+TARGETS = ("h100:8", "a100:8")
+# name: (rows, options). A GPT of 5 MiB needs smaller buckets than a BERT-base of 418.
+MODELS = {
+    "models.mlp:1024": (256, {"bucket_cap_mb": 4}),
+    "models.resnet:50": (16, {}),
+    "models.bert:base": (8, {}),
+    "models.gpt:bytes": (16, {"bucket_cap_mb": 1}),
+}
+
+
+@cache
+def audited(name, target):
+    rows, options = MODELS[name]
+    return look(read_workload(name, rows * read_target(target).size), target, **options)
+
+
+def look(workload, target, **options):
+    step, state = workload.step(read_target("h100:2").group(), **options)
+    return fddp.audit(step, state, workload.batch, target)
+
+
+def plain_mlp(rows, **fields):
+    model = mlp.MLP((256,) * 5, use_bias=False, **fields)
+    batch = mlp.batch(model, rows)
+    params, _ = jax.eval_shape(lambda: mlp.init(model, jax.random.key(0), batch))
+    return Workload("mlp", mlp.loss_fn(model), params, None, batch)
+
+
+### The promises
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_order(name, target):
+    audit = audited(name, target)
+    assert audit.buckets == tuple(range(len(audit.plan.buckets)))
+    assert all(flight.asynchronous and flight.kind == "all-reduce" for flight in audit.flights)
+    assert not any(flight.loops for flight in audit.flights)
+    sizes, planned = [f.nbytes for f in audit.flights], [b.nbytes for b in audit.plan.buckets]
+    assert sizes[:-1] == planned[:-1]
+    buffers = sum(4 * x.size for x in jax.tree.leaves(read_workload(name, 8).model_state))
+    # Loss, weight and one metric: three floats.
+    assert sizes[-1] == planned[-1] + 3 * 4 + buffers
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_the_last(target):
+    audit = audited("models.mlp:1024", target)
+    assert len(audit.flights) == 8
+    assert all(flight.heavy > 0 for flight in audit.flights[:-1])
+    assert audit.problems() == ()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["models.bert:base", "models.gpt:bytes"])
+def test_while_the_first_half_of_a_transformers_buckets_is_on_its_way_products_are_computed(name, target):
+    flights = audited(name, target).flights
+    assert all(flight.heavy > 0 for flight in flights[: len(flights) // 2])
+
+
+def test_the_operations_of_a_program_are_those_that_a_person_counts():
+    audit = audited("models.mlp:1024", "h100:8")
+    # Eight layers forwards, eight gradients of kernels, seven of inputs.
+    assert audit.heavy == 23
+    assert audit.flops == 23 * 2 * 256 * 1024 * 1024
+
+
+def test_several_hosts_are_compiled_for_too():
+    audit = look(plain_mlp(64 * 16), "h100:2x8", bucket_cap_mb=0.25, first_bucket_mb=0.25, last_bucket_mb=0.25)
+    assert audit.buckets == (0, 1, 2, 3)
+    assert all(flight.asynchronous for flight in audit.flights)
+
+
+def test_bfloat16_gradients_take_half_the_bytes():
+    caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
+    wide, narrow = (look(plain_mlp(512, param_dtype=dtype), "h100:8", **caps) for dtype in (jnp.float32, jnp.bfloat16))
+    tail = 3 * 4
+    assert sum(f.nbytes for f in wide.flights) == 4 * 256 * 256 * 4 + tail
+    assert sum(f.nbytes for f in narrow.flights) == 4 * 256 * 256 * 2 + tail
+    # Sixteen bits would round the loss: it travels alone.
+    assert narrow.buckets == (0, 1, 2, 3, 4) and "tail" in str(narrow)
+
+
+### What spoils them is found and named
+
+
+def test_one_bucket_over_everything_has_nothing_to_overlap_with():
+    caps = {"bucket_cap_mb": 1000, "first_bucket_mb": 1000, "last_bucket_mb": 1000}
+    audit = look(plain_mlp(512), "h100:8", **caps)
+    assert [flight.heavy for flight in audit.flights] == [0]
+    (problem,) = audit.problems()
+    assert "one bucket holds everything" in problem and "bucket_cap_mb" in problem
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def layer(dense, x, _):
+            return nn.relu(dense(x)), None
+
+        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=6)
+        return stack(nn.Dense(256), x, None)[0]
+
+
+def test_layers_in_a_scan_deliver_all_gradients_at_once():
+    x = jnp.ones((512, 256))
+    params = jax.eval_shape(Scanned().init, jax.random.key(0), x)
+    workload = Workload("scan", lambda p, b: (jnp.mean(jnp.asarray(Scanned().apply(p, b)) ** 2), {}), params, None, x)
+    audit = look(workload, "h100:8", bucket_cap_mb=0)
+    assert len(audit.flights) == 2 and all(flight.heavy == 0 for flight in audit.flights)
+    assert audit.looped > audit.flops / 2
+    (problem,) = audit.problems()
+    assert "ready at once" in problem and "lax.scan" in problem
+
+
+def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypatch):
+    monkeypatch.setitem(member.COMPILER_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
+    # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
+    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
+    audit = look(plain_mlp(512), "a100:8", bucket_cap_mb=0)
+    assert len(audit.flights) == 4 and not any(flight.asynchronous for flight in audit.flights)
+    problem = audit.problems()[-1]
+    assert "synchronous: bucket" in problem and "xla_gpu_enable_latency_hiding_scheduler" in problem
+
+
+def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x @ w["a"] @ w["b"]) ** 2), optax.sgd(0.1), group=group(8), bucket_cap_mb=0
+    )
+    state = step.init({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))})
+    audit = fddp.audit(step, state, np.ones((8, 4), np.float32))
+    assert audit.buckets == (0, 1) and audit.where == "cpu"
+    (problem,) = audit.problems()
+    assert "bucket 0, bucket 1" in problem and "staged" in problem
+    with pytest.raises(ValueError, match="target"):
+        audit.picture("nowhere.png")
+
+
+def test_a_collective_in_a_loop_is_named(group):
+    def loss_fn(w, x):
+        total, _ = jax.lax.scan(lambda s, row: (s + jax.lax.psum(jnp.sum(row * w), "replica"), None), 0.0, x)
+        return total**2
+
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2))
+    audit = fddp.audit(step, step.init(jnp.ones(3)), jnp.ones((8, 3)))
+    assert any("in a loop" in problem for problem in audit.problems())
+
+
+def test_one_replica_sends_nothing(group):
+    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1))
+    audit = fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4))
+    assert audit.flights == () and "nothing is sent" in audit.problems()[0]
+
+
+MERGED = """HloModule f, is_scheduled=true
+ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
+  %x = f32[9] parameter(0)
+  %y = f32[9] parameter(1)
+  %start = (f32[9], f32[9]) all-reduce-start(%x, %y), metadata={op_name="jit(step)/bucket0/psum"}
+  %done = (f32[9], f32[9]) all-reduce-done(%start)
+}
+"""
+SWAPPED = """HloModule f, is_scheduled=true
+ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
+  %x = f32[9] parameter(0)
+  %one = f32[9] all-reduce(%x), metadata={op_name="jit(step)/bucket1/psum"}
+  %two = f32[9] all-reduce(%x), metadata={op_name="jit(step)/bucket0/psum"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(MERGED, "merged: XLA made one all-reduce of 2"), (SWAPPED, "out of order")]
+)
+def test_merged_and_swapped_buckets_are_named(text, words):
+    plan = fddp.make_plan([np.zeros(9, np.float32)] * 2, bucket_cap_mb=0)
+    module = parse(text)
+    audit = read(module, find_flights(module), plan, "h100:8", None)
+    assert any(words in problem for problem in audit.problems())
+
+
+### Targets
+
+
+def test_a_ring_takes_twice_the_bytes_but_one_part():
+    target = read_target("h100:8")
+    # 18 NVLinks of 25 GB/s; 900 MB.
+    np.testing.assert_allclose(target.all_reduce_seconds(900_000_000), 20e-6 + 2 * 7 / 8 * 900e6 / 450e9)
+    # Across hosts eight network cards of 50 GB/s.
+    np.testing.assert_allclose(
+        read_target("h100:2x8").all_reduce_seconds(900_000_000), 60e-6 + 2 * 15 / 16 * 900e6 / 400e9
+    )
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "teraflops"),
+    [
+        ("a100", "bf16", 312),
+        ("a100", "f32", 156),
+        ("h100", "bf16", 989),
+        ("h200", "f8e4m3fn", 1979),
+        ("a100", "f64", 19.5),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(chip, dtype, teraflops):
+    np.testing.assert_allclose(read_target(f"{chip}:1").chip.flops_per_s(dtype), teraflops * 1e12, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["h100", "b300:8", "h100:0", "h100:2x", "", 8])
+def test_an_unknown_target_is_refused_by_name(name):
+    with pytest.raises(ValueError, match="a100, h100, h200"):
+        read_target(name)
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.startswith("jax_plugins") else find(name)
+    )
+    with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
+        read_target("h100:8").group()
+
+
+def test_a_step_of_several_programs_says_so():
+    workload = plain_mlp(64)
+    step, state = workload.step(read_target("h100:8").group(), schedule="after")
+    with pytest.raises(ValueError, match="schedule='fused'"):
+        fddp.audit(step, state, workload.batch, "h100:8")
+
+
+### What a person sees
+
+
+def test_a_table_has_a_line_for_each_flight_and_a_picture_is_a_file(tmp_path):
+    audit = audited("models.mlp:1024", "h100:8")
+    lines = str(audit).splitlines()
+    assert [line.split()[:3] for line in lines[1:9]] == [[str(k), "bucket", str(k)] for k in range(8)]
+    assert lines[9].startswith("h100:8: 8 of 8 collectives asynchronous, 8 buckets planned; 23 heavy operations")
+    assert lines[-1] == "no problem found"
+    audit.picture(tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
+    audit = audited("models.mlp:1024", "h100:8")
+    line = audit.timeline
+    assert line is not None
+    assert [span.nbytes for span in line.communication] == [flight.nbytes for flight in audit.flights]
+    assert 0 < sum(span.seconds for span in line.compute) <= line.seconds
+    # Of the last bucket's traffic nothing is hidden.
+    assert line.exposed >= line.communication[-1].seconds
+
+
+def test_the_same_step_on_another_group_trains_alike(group):
+    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2))
+    other = step.on(group(4))
+    rows = jnp.arange(8.0)
+    ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, other)]
+    assert float(ends[0]) == float(ends[1])
+    assert other.plan == step.plan

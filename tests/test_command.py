@@ -1,0 +1,78 @@
+"""`python -m fddp`, as a newcomer meets it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import optax
+import pytest
+
+import fddp
+from fddp.__main__ import main
+from models import resnet
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_plan_prints_the_plan_that_a_step_settles_on(group, capsys):
+    assert main(["plan", "models.resnet:tiny", "--bucket-cap-mb", "0.01", "--first-bucket-mb", "0.005"]) == 0
+    model = resnet.PRESETS["tiny"]
+    batch = resnet.batch(model, 8)
+    params, model_state = resnet.init(model, jax.random.key(0), batch)
+    step = fddp.train_step(
+        resnet.loss_fn(model), optax.sgd(0.1), group=group(1), has_aux=True, bucket_cap_mb=0.01, first_bucket_mb=0.005
+    )
+    step(step.init(params, model_state=model_state), batch)
+    assert capsys.readouterr().out.strip() == str(step.plan)
+
+
+def test_audit_prints_a_table_and_draws_a_picture(capsys, tmp_path):
+    picture = tmp_path / "schedule.png"
+    words = ["audit", "models.gpt:tiny", "--target", "h100:8", "--bucket-cap-mb", "0.02", "--rows", "4"]
+    status = main([*words, "--picture", str(picture)])
+    printed = capsys.readouterr().out
+    assert "bucket 0" in printed and "h100:8: " in printed
+    # Problems decide the exit status, so that a script or CI can rely on it.
+    assert status == (1 if "problem: " in printed else 0)
+    assert picture.stat().st_size > 0
+
+
+def test_doctor_names_what_is_here(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for words in (f"jax                     {jax.__version__}", "8 × cpu", "backend mpi", "rank 0 of 1"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plan", "gpt"], "module:preset"),
+        (["plan", "models.nothing:tiny"], "No module named 'models.nothing'"),
+        (["plan", "models.gpt:huge"], "presets tiny, bytes, 360m"),
+        (["plan", "json:x"], "json has no PRESETS"),
+        (["plan", "models.gpt:tiny", "--bucket-cap-mb", "-1"], "bucket_cap_mb must be 0 or more MiB"),
+        (["audit", "models.gpt:tiny", "--target", "b300"], "a100, h100, h200"),
+    ],
+)
+def test_a_wrong_word_is_an_error_of_one_line(words, told, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("python -m fddp: ") and error.count("\n") == 1
+
+
+def test_the_command_starts_quietly_and_explains_itself():
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    for words in (["--help"], ["doctor"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "fddp", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
+        assert run.stderr == ""
+        assert run.stdout.startswith("usage: python -m fddp" if words == ["--help"] else "Python")
