@@ -220,7 +220,8 @@ def _problems(audit: Audit) -> Iterator[str]:
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
-    held = [k for k in sent if not audit.flights[k].asynchronous]
+    # The tail's few bytes come last: there is nothing left to hide them under.
+    held = [k for k in sent if not audit.flights[k].asynchronous and audit.buckets[k] != planned]
     alone = [k for k in sent if k not in held and not audit.flights[k].heavy]
     if held and audit.where == "cpu":
         yield (

@@ -86,12 +86,15 @@ def powersgd(
         q_sums = _sums(comm, [m.T @ p for m, p in zip(matrices, bases)])
         for i, total in zip(plain, p_sums[len(chosen) :]):
             leaves[i] = total
-        for i, m, p, q in zip(chosen, matrices, bases, q_sums):
+        for i, start, m, p, q in zip(chosen, starts, matrices, bases, q_sums):
             leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
             error = {"error": (m - p @ (p.T @ m)).reshape(leaves[i].shape)} if error_feedback else {}
-            # Q's scale would grow without end; its directions are what the next step begins with.
+            # Q's scale would grow without end; its directions are what the next step begins with, or the last ones
+            # where a gradient was zero.
             count = {} if warm_start else {"step": state[i]["step"] + 1}
-            remembered[i] = {"q": _orthonormal(q)} | error | count
+            directions = _orthonormal(q)
+            q = jnp.where(jnp.any(directions != 0, axis=0), directions, start)
+            remembered[i] = {"q": q} | error | count
         return jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), tuple(remembered)
 
     words = f"{rank}, warm_start={warm_start}, error_feedback={error_feedback}, {min_compression_rate}"
@@ -108,8 +111,23 @@ def _random(leaf: jax.ShapeDtypeStruct, rank: int, step: Any) -> Float[Array, "m
 
 
 def _orthonormal(x: Float[Array, "n rank"]) -> Float[Array, "n rank"]:
+    """An orthonormal basis of the columns' span; zeros for a column that adds nothing to it.
+
+    Gram-Schmidt, each column twice, as in PyTorch: a QR decomposition is a library call, which XLA cannot look into.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.linalg.qr(wide)[0].astype(x.dtype)
+    least = 8 * jnp.finfo(wide.dtype).eps
+
+    def add(k: Any, basis: Array) -> Array:
+        column = wide[:, k]
+        rest = column
+        for _ in range(2):
+            rest = rest - basis @ (basis.T @ rest)
+        length = jnp.linalg.norm(rest)
+        new = length > least * jnp.linalg.norm(column)
+        return basis.at[:, k].set(jnp.where(new, rest / jnp.where(new, length, 1), 0))
+
+    return jax.lax.fori_loop(0, x.shape[1], add, jnp.zeros_like(wide)).astype(x.dtype)
 
 
 def _sums(comm: Communicator, arrays: Sequence[Array]) -> list[Array]:

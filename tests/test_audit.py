@@ -105,6 +105,13 @@ def test_bfloat16_gradients_take_half_the_bytes():
     assert narrow.buckets == (0, 1, 2, 3, 4) and "tail" in str(narrow)
 
 
+def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
+    caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
+    audit = look(plain_mlp(512), "h100:8", hook=fddp.hooks.bf16(), **caps)
+    assert [(f.nbytes, f.asynchronous) for f in audit.flights[:4]] == [(256 * 256 * 2, True)] * 4
+    assert audit.buckets == (0, 1, 2, 3, 4) and audit.problems() == ()
+
+
 ### What spoils them is found and named
 
 
