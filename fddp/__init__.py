@@ -10,9 +10,13 @@
 from fddp.collective import all_reduce as all_reduce
 from fddp.flat import pack as pack
 from fddp.flat import unpack as unpack
+from fddp.gradients import value_and_grad as value_and_grad
 from fddp.group import Group as Group
 from fddp.group import mesh_group as mesh_group
 from fddp.group import mpi_group as mpi_group
+from fddp.link import Link as Link
+from fddp.logbook import Stats as Stats
+from fddp.measurement import Measurement as Measurement
 from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx
 from fddp.modules import from_linen as from_linen
@@ -30,6 +34,5 @@ from fddp.state import TrainState as TrainState
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
-from fddp.step import value_and_grad as value_and_grad
 from fddp.uneven import join as join
 from fddp.world import init as init

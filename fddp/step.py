@@ -1,9 +1,10 @@
-"""The two functions that people call: `train_step` and `value_and_grad`.
+"""A training step over replicas: gradients averaged, then one update of the optimizer.
 
 Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyTorch Distributed" (VLDB 2020).
 """
 
 import platform
+from collections import deque
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -15,17 +16,21 @@ import optax
 from jaxtyping import Array, Float
 
 from fddp.group import Group
+from fddp.logbook import Stats, stats
+from fddp.measurement import Measurement, measure
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
 from fddp.optimizer import update
 from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
-from fddp.reducer import Reducer, refuse_tracers
+from fddp.reducer import Reducer
 from fddp.replicas import described, equal_start, verify
 from fddp.state import Mean, TrainState
 from fddp.timeline import Timeline
 from fddp.world import init
+
+LATELY = 100  # steps whose times are kept for `stats`
 
 
 class StepInfo(NamedTuple):
@@ -43,6 +48,7 @@ class TrainStep:
 
     def __init__(self, reducer: Reducer, optimizer: optax.GradientTransformation) -> None:
         self._reducer, self._optimizer = reducer, optimizer
+        self._steps, self._lately = 0, deque[Timeline](maxlen=LATELY)
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -86,7 +92,11 @@ class TrainStep:
           ValueError: rows are missing or cannot be divided; at the first batch on every rank.
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
-        return self._reducer.reduce(state, batch)
+        result = self._reducer.reduce(state, batch)
+        self._steps += 1
+        if self._reducer.runner.timeline is not None and self._steps > 1:  # the first compiles
+            self._lately.append(self._reducer.runner.timeline())
+        return result
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.
@@ -111,6 +121,37 @@ class TrainStep:
         if timeline is None:
             raise ValueError("a fused step is one program; a step with a timeline has schedule 'staged' or 'after'.")
         return timeline()
+
+    def measure(self, state: TrainState, batches: Iterable[Any]) -> Measurement:
+        """Runs a step on each batch and tells where the time went; the first batch runs once before, to compile.
+
+        Args:
+          state: from `init` or the last step; it is copied, and nothing of the training is kept.
+          batches: as for steps; equally many on every rank.
+
+        Returns:
+          The measurement; `print` shows it as a table, `.trace(path)` writes it for Perfetto.
+
+        Raises:
+          ValueError: there are no batches, or not equally many on every rank.
+        """
+        batches = list(batches)
+        verify(self._reducer.group, "batches to measure", lambda: [f"{len(batches)} batches"])
+        if not batches:
+            raise ValueError("there is nothing to measure: batches is empty.")
+        carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+
+        def run(batch: Any) -> Any:
+            nonlocal carried
+            carried, info = self(carried, batch)
+            return carried, info
+
+        jax.block_until_ready(run(batches[0]))
+        return measure(run, batches, self._reducer.runner.timeline)
+
+    def stats(self) -> Stats:
+        """What this step is and how its last runs went, as DDP logs it."""
+        return stats(self._reducer.group, self._reducer.options, self.plan, self._steps, self._lately)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step, as `jax.jit(f).lower` does, for a look at what XLA makes of it.
@@ -203,60 +244,6 @@ def train_step(
 
     reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
     return TrainStep(reducer, optimizer)
-
-
-def value_and_grad(
-    loss_fn: Callable[..., Any],
-    *,
-    group: Group | None = None,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Makes `jax.value_and_grad` of a loss over all replicas' rows, for people who keep their own optimizer step.
-
-    Args:
-      loss_fn: as for `train_step`.
-      group: the replicas; None: those of `fddp.init()`.
-      has_aux: whether the loss returns metrics.
-      **options: fields of `fddp.Options`.
-
-    Returns:
-      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all. With
-      `model_state=` or `rng=` given to `f` the loss gets them, and aux is (model_state, aux). Parameters without a
-      gradient (integers) get zeros.
-
-    Raises:
-      TypeError: an unknown option, or something that is not a function.
-      ValueError: an option out of its range.
-
-    Example:
-      >>> import fddp, jax.numpy as jnp
-      >>> f = fddp.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2))
-      >>> [float(x) for x in f(jnp.zeros(()), jnp.full(8, 2.0))]
-      [4.0, -4.0]
-    """
-    check_callable("value_and_grad", "loss_fn", loss_fn)
-    settings = read_options("value_and_grad", options | {"donate": False})
-
-    def use(state: TrainState, mean: Mean) -> Any:
-        grads = jax.tree.map(
-            lambda p, g: jnp.zeros_like(p) if g is None else g,
-            state.params,
-            mean.grads,
-            is_leaf=lambda x: x is None,
-        )
-        if state.model_state is not None:
-            return (mean.loss, (mean.model_state, mean.aux)), grads
-        return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
-
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
-
-    def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
-        refuse_tracers((params, batch))
-        state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
-        return reducer.reduce(reducer.group.member.place(state, EVERYWHERE), batch)
-
-    return f
 
 
 def _check_params(params: Any) -> None:

@@ -1,0 +1,69 @@
+"""Gradients over replicas, for people who keep their own optimizer step: the drop-in for `jax.value_and_grad`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fddp.group import Group
+from fddp.member import EVERYWHERE
+from fddp.objective import make_objective
+from fddp.options import check_callable, read_options
+from fddp.reducer import Reducer, refuse_tracers
+from fddp.state import Mean, TrainState
+from fddp.world import init
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    group: Group | None = None,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Makes `jax.value_and_grad` of a loss over all replicas' rows, for people who keep their own optimizer step.
+
+    Args:
+      loss_fn: as for `train_step`.
+      group: the replicas; None: those of `fddp.init()`.
+      has_aux: whether the loss returns metrics.
+      **options: fields of `fddp.Options`.
+
+    Returns:
+      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all. With
+      `model_state=` or `rng=` given to `f` the loss gets them, and aux is (model_state, aux). Parameters without a
+      gradient (integers) get zeros.
+
+    Raises:
+      TypeError: an unknown option, or something that is not a function.
+      ValueError: an option out of its range.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp
+      >>> f = fddp.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2))
+      >>> [float(x) for x in f(jnp.zeros(()), jnp.full(8, 2.0))]
+      [4.0, -4.0]
+    """
+    check_callable("value_and_grad", "loss_fn", loss_fn)
+    settings = read_options("value_and_grad", options | {"donate": False})
+
+    def use(state: TrainState, mean: Mean) -> Any:
+        grads = jax.tree.map(
+            lambda p, g: jnp.zeros_like(p) if g is None else g,
+            state.params,
+            mean.grads,
+            is_leaf=lambda x: x is None,
+        )
+        if state.model_state is not None:
+            return (mean.loss, (mean.model_state, mean.aux)), grads
+        return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
+
+    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
+
+    def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        refuse_tracers((params, batch))
+        state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
+        return reducer.reduce(reducer.group.member.place(state, EVERYWHERE), batch)
+
+    return f
