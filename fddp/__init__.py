@@ -34,5 +34,7 @@ from fddp.state import TrainState as TrainState
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
+from fddp.tuning import Tuning as Tuning
+from fddp.tuning import tune as tune
 from fddp.uneven import join as join
 from fddp.world import init as init

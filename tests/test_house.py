@@ -40,6 +40,7 @@ FLOORS = {
     "world": 3,
     "replicas": 3,
     "logbook": 3,
+    "regrouping": 3,
     "schedule": 3,
     "collective": 3,
     "uneven": 4,
@@ -48,6 +49,7 @@ FLOORS = {
     "reducer": 5,
     "gradients": 6,
     "step": 6,
+    "tuning": 7,
 }
 TOP = {"__init__", "__main__"}  # above all floors
 

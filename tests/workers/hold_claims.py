@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from workers import group_claims, mismatch_claims, promise_claims, training_claims
+from workers import group_claims, measurement_claims, mismatch_claims, promise_claims, training_claims
 from workers.claims import Claim, claims_of, hold
 
 import fddp
 
-CLAIMS = claims_of(group_claims, training_claims, promise_claims, mismatch_claims)
+CLAIMS = claims_of(group_claims, training_claims, promise_claims, measurement_claims, mismatch_claims)
 
 
 def claimed(backend: str, size: int) -> dict[str, Claim]:
