@@ -146,7 +146,7 @@ def tune(
       The tuning; `train_step(…, bucket_cap_mb=tuning.bucket_cap_mb)` uses it.
 
     Raises:
-      ValueError: several replicas per process, or another schedule than staged: XLA then launches the buckets.
+      ValueError: several replicas per process, or another schedule than staged, or no caps.
 
     Example:
       >>> import jax, fddp, jax.numpy as jnp, optax
@@ -157,13 +157,15 @@ def tune(
       >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
       [(0.0, 2), (0.25, 1)]
     """
-    group = group or init()
-    if group.size != group.processes or options.get("schedule", "staged") != "staged":
+    group, schedule = group or init(), options.get("schedule", "staged")
+    if group.size != group.processes or schedule not in ("staged", "auto"):
         raise ValueError(
             "tune simulates the staged schedule, for groups of one replica per process: got "
-            f"schedule={options.get('schedule', 'staged')!r} and {group.size} replicas in {group.processes} processes. "
+            f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
             "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
         )
+    if not caps_mb:
+        raise ValueError("caps_mb must hold at least one cap to choose from.")
 
     caps = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb") if name in options}
     alone = group.subgroup([group.rank])
@@ -180,13 +182,13 @@ def tune(
         return step, lambda: step.measure(state, [batch] * steps)
 
     link = measure_link(group)
-    finest, run = made(alone, 0.0)
-    (pieces,) = _in_turn(group, run)
-    fine, order = typical(group, pieces), [i for bucket in finest.plan.buckets for i in bucket.leaves]
+    finest, run_finest = made(alone, 0.0)
+    run_finest()  # settles the order of readiness
+    order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
     plans = _different({cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb})
     middle = list(plans)[len(plans) // 2]
-    quiet_steps, busy_steps = _in_turn(group, made(alone, middle)[1], made(group, middle)[1])
-    quiet, busy = typical(group, quiet_steps), typical(group, busy_steps)
+    runs = _in_turn(group, run_finest, made(alone, middle)[1], made(group, middle)[1])
+    (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
     pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
     tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
