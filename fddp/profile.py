@@ -37,27 +37,40 @@ def profiled(run: Callable[[Any], Any], batches: Iterable[Any]) -> tuple[tuple[t
                 with jax.profiler.TraceAnnotation(STEP):
                     jax.block_until_ready(run(batch))
         (path,) = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-        return _steps([event for plane in profile.planes for line in plane.lines for event in line.events])
+        return read_steps(jax.profiler.ProfileData.from_file(str(path)).planes)
 
 
-def _steps(events: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
+def read_steps(planes: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
+    """Finds the steps in a profile.
+
+    An accelerator has a plane of its own; what CPU devices do is on the host's plane, told apart by their ordinals.
+
+    Args:
+      planes: of a `jax.profiler.ProfileData`.
+
+    Returns:
+      As for `profiled`.
+    """
     windows: list[tuple[float, float]] = []
-    spans: list[tuple[int, Span]] = []
-    for event in events:
-        stats = dict(event.stats) if event.duration_ns > 0 else {}
-        if event.name == STEP:
-            windows.append(_times(event))
-        elif "hlo_op" in stats and not CONTAINER.match(event.name):
-            sent = ALL_REDUCE.search(event.name) or ALL_REDUCE.search(str(stats["hlo_op"]))
-            kind = "communication" if sent else "compute"
-            spans.append((int(stats.get("device_ordinal", 0)), Span(kind, str(stats["hlo_op"]), *_times(event))))
-    first = min((device for device, _ in spans), default=0)
-    mine = sorted((span for device, span in spans if device == first), key=lambda span: span.start)
+    spans: dict[tuple[bool, str], list[Span]] = {}
+    for plane in planes:
+        for event in (event for line in plane.lines for event in line.events if event.duration_ns > 0):
+            if event.name == STEP:
+                windows.append(_times(event))
+            elif "hlo_op" in (stats := dict(event.stats)) and not CONTAINER.match(event.name):
+                on_host = not plane.name.startswith("/device:")
+                device = str(stats.get("device_ordinal", 0)) if on_host else plane.name
+                spans.setdefault((on_host, device), []).append(_span(event, str(stats["hlo_op"])))
+    mine = sorted(spans[min(spans)], key=lambda span: span.start) if spans else []
     return tuple(
         ((start, end), Timeline(tuple(span for span in mine if start <= span.start < end)))
         for start, end in sorted(windows)
     )
+
+
+def _span(event: Any, operation: str) -> Span:
+    sent = ALL_REDUCE.search(event.name) or ALL_REDUCE.search(operation)
+    return Span("communication" if sent else "compute", operation, *_times(event))
 
 
 def _times(event: Any) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import fddp
 from fddp.measurement import MeasuredStep, Measurement
+from fddp.profile import read_steps
 from fddp.timeline import Span, Timeline
 
 
@@ -98,6 +100,52 @@ def test_the_trace_is_json_with_every_span_in_microseconds_from_the_first_step(t
 
 def test_the_picture_is_a_png(tmp_path):
     assert BY_HAND.picture(tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+### In a profile
+
+
+def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> SimpleNamespace:
+    """A plane of a profile: events by name, start and end in seconds, and stats."""
+    made = [
+        SimpleNamespace(name=n, start_ns=1e9 * a, duration_ns=1e9 * (b - a), stats=s.items()) for n, a, b, s in events
+    ]
+    return SimpleNamespace(name=name, lines=[SimpleNamespace(events=made)])
+
+
+def op(name: str, device: int = 0) -> dict[str, Any]:
+    return {"hlo_op": name, "device_ordinal": device}
+
+
+def test_a_profile_of_cpu_devices_is_read_for_the_first_of_them():
+    host = plane(
+        "/host:CPU",
+        ("fddp step", 0, 10, {}),
+        ("dot.1", 1, 3, op("dot.1")),
+        ("dot.1", 2, 9, op("dot.1", 1)),
+        ("while.2", 3, 8, op("while.2")),
+        ("psum.7", 3, 5, op("psum.7")),
+        ("Rendezvous", 3, 5, {}),
+        ("dot.1", 12, 13, op("dot.1")),  # of no step
+    )
+    ((window, line),) = read_steps([host])
+    assert window == (0, 10)
+    assert [(span.kind, span.name, span.start, span.end) for span in line.spans] == [
+        ("compute", "dot.1", 1, 3),
+        ("communication", "psum.7", 3, 5),
+    ]
+
+
+def test_a_profile_of_accelerators_is_read_from_their_planes():
+    host = plane("/host:CPU", ("fddp step", 0, 10, {}), ("launch", 0, 1, op("gemm")))
+    second = plane("/device:GPU:1", ("gemm_kernel", 1, 9, {"hlo_op": "gemm"}))
+    first = plane(
+        "/device:GPU:0",
+        ("gemm_kernel", 1, 5, {"hlo_op": "gemm"}),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 6, {"hlo_op": "all-reduce-start"}),
+    )
+    ((_, line),) = read_steps([host, second, first])
+    assert (line.computing, line.communicating, line.exposed) == (4, 4, 1)
 
 
 ### Of real steps
