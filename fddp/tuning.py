@@ -266,8 +266,14 @@ def _different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
 
 
 def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: float) -> Pace:
-    paces = [observed_pace(step.timeline, stages + step.timeline.compute[-1].seconds, sends) for step in steps]
-    return Pace(*group.all_reduce(np.median(np.array(paces), axis=0), op="min").tolist())
+    """The mean over ranks; who comes first to an all-reduce waits in it for the others, which is no traffic."""
+    took = np.array([[span.seconds for span in step.timeline.communication] for step in steps])
+    waited = np.sum(took - group.all_reduce(took, op="min"), axis=1)
+    paces = [
+        observed_pace(step.timeline, stages + step.timeline.compute[-1].seconds, sends + wait)
+        for step, wait in zip(steps, waited.tolist())
+    ]
+    return Pace(*(group.all_reduce(np.median(np.array(paces), axis=0)) / group.processes).tolist())
 
 
 def _in_turn(group: Group, *runs: Run) -> list[list[MeasuredStep]]:
