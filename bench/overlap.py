@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.record import RESULTS, save
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
+from fddp.drawing import draw, figure
 from fddp.timeline import Span, Timeline
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
@@ -147,31 +148,12 @@ def table(result: dict[str, Any]) -> str:
 
 def picture(results: dict[str, Any]) -> Path:
     """Draws the timelines of a median step under each other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(results), 1, figsize=(9, 3 * len(results)), squeeze=False)
-    for axis, (name, result) in zip(axes[:, 0], results.items()):
-        shown = {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")}
-        for row, line in enumerate(shown.values()):
-            begin = min(span.start for span in line.spans)
-            for span in line.spans:
-                sent = span.kind == "communication"
-                axis.broken_barh(
-                    [(1e3 * (span.start - begin), 1e3 * span.seconds)],
-                    (-row - 0.4 * sent, 0.36),
-                    facecolor="tab:orange" if sent else "tab:blue",
-                    edgecolor="white",
-                )
-        axis.set_yticks([-row for row in range(len(shown))], list(shown))
+    sheet, axes = figure(len(results))
+    for axis, (name, result) in zip(axes, results.items()):
+        draw(axis, {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")})
         axis.set_title(f"{name}: computing (blue) and sending (orange)", loc="left")
-        axis.set_xlabel("ms")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
     path = RESULTS / "overlap.png"
-    figure.savefig(path, dpi=120)
+    sheet.savefig(path, dpi=120)
     return path
 
 

@@ -21,6 +21,9 @@ from fddp.group import mpi_group as mpi_group
 from fddp.hook import GradBucket as GradBucket
 from fddp.hook import Hook as Hook
 from fddp.keys import Shared as Shared
+from fddp.link import Link as Link
+from fddp.logbook import Stats as Stats
+from fddp.measurement import Measurement as Measurement
 from fddp.modules import Linen as Linen
 from fddp.modules import Nnx as Nnx
 from fddp.modules import from_linen as from_linen
@@ -39,9 +42,11 @@ from fddp.rotation import round_robin as round_robin
 from fddp.sampler import samples as samples
 from fddp.scale import DynamicScaleState as DynamicScaleState
 from fddp.scale import dynamic_scale as dynamic_scale
+from fddp.state import StepInfo as StepInfo
 from fddp.state import TrainState as TrainState
-from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
+from fddp.tuning import Tuning as Tuning
+from fddp.tuning import tune as tune
 from fddp.uneven import join as join
 from fddp.world import init as init

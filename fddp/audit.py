@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.drawing import draw
+from fddp.drawing import draw, figure, label
 from fddp.effort import work
 from fddp.estimate import estimate
 from fddp.flights import Flight, find_flights
@@ -63,11 +63,17 @@ class Audit:
 
         Raises:
           ValueError: the audit has no target, so nothing is estimated.
-          ModuleNotFoundError: matplotlib is not installed.
+          RuntimeError: there is no matplotlib.
         """
         if self.timeline is None:
             raise ValueError("only an audit with a target has a schedule to draw; give fddp.audit(…, target='h100:8').")
-        draw(self.timeline, [self.label(k) for k in range(len(self.flights))], self.where, path)
+        line = self.timeline
+        sheet, (axis,) = figure(1)
+        draw(axis, {self.where: line})
+        label(axis, line, [self.label(k) for k in range(len(self.flights))])
+        axis.set_title(f"{1e3 * line.seconds:.2f} ms, {1e3 * line.exposed:.2f} ms of traffic exposed", loc="left")
+        axis.set_xlabel("ms, estimated at peak rates")
+        sheet.savefig(path, dpi=150)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
@@ -221,7 +227,7 @@ def _problems(audit: Audit) -> Iterator[str]:
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
     # The tail's few bytes come last: there is nothing left to hide them under.
-    held = [k for k in sent if not audit.flights[k].asynchronous and audit.buckets[k] != planned]
+    held = [k for k in sent if not audit.flights[k].asynchronous and audit.buckets[k] != len(audit.plan.buckets)]
     alone = [k for k in sent if k not in held and not audit.flights[k].heavy]
     if held and audit.where == "cpu":
         yield (

@@ -1,47 +1,61 @@
-"""A timeline as a picture: what the processor does above, what the link carries below.
+"""Timelines as pictures: what was computed above what was sent.
 
 Source: the figures of Li et al. (VLDB 2020), section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fddp.timeline import Timeline
 
-COMPUTE, TRAFFIC = "#9db8d2", "#1f4e79"
+COLOURS = {"compute": "#9db8d2", "communication": "#1f4e79"}
 
 
-def draw(timeline: Timeline, labels: Sequence[str], title: str, path: Any) -> None:
-    """Draws a timeline into a file.
+def draw(axis: Any, lines: Mapping[str, Timeline]) -> None:
+    """Draws timelines under each other, each from 0 ms.
 
     Args:
-      timeline: the spans; the names of communication are numbers.
-      labels: what to write upon each, by these numbers.
-      title: what stands above it.
-      path: file to write; its suffix says the format.
+      axis: of matplotlib.
+      lines: timelines by name.
+    """
+    for row, line in enumerate(lines.values()):
+        begin = min((span.start for span in line.spans), default=0)
+        for span in line.spans:
+            axis.broken_barh(
+                [(1e3 * (span.start - begin), 1e3 * span.seconds)],
+                (-row - 0.4 * (span.kind == "communication"), 0.36),
+                facecolor=COLOURS[span.kind],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+    axis.set_yticks([-row for row in range(len(lines))], list(lines))
+    axis.set_xlabel("ms")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def label(axis: Any, line: Timeline, words: Sequence[str]) -> None:
+    """Writes upon each all-reduce of the first timeline of a drawing what it carries, where there is room.
+
+    Args:
+      axis: of matplotlib.
+      line: the timeline; the names of its communication are numbers.
+      words: by these numbers.
+    """
+    for span in line.communication:
+        if span.seconds > 0.05 * line.seconds:
+            middle = 1e3 * (span.start + span.end) / 2
+            axis.text(middle, -0.22, words[int(span.name)], ha="center", va="center", color="white", fontsize=8)
+
+
+def figure(rows: int, height: float = 3.0) -> tuple[Any, Any]:
+    """A figure of so many rows, drawn without a screen, and its axes.
 
     Raises:
-      ModuleNotFoundError: matplotlib is not installed.
+      RuntimeError: there is no matplotlib.
     """
     try:
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a picture needs matplotlib: pip install 'fddp[audit]'.") from error
-
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    axes = figure.subplots()
-    bars = [(1e3 * span.start, 1e3 * span.seconds) for span in timeline.compute]
-    axes.broken_barh(bars, (1.1, 0.8), color=COMPUTE)
-    for k, span in enumerate(timeline.communication):
-        axes.broken_barh([(1e3 * span.start, 1e3 * span.seconds)], (0.1, 0.8), color=TRAFFIC, alpha=(0.75, 1.0)[k % 2])
-        # Words only where there is room for them.
-        if span.seconds > 0.05 * timeline.seconds:
-            middle = 1e3 * (span.start + span.end) / 2
-            axes.text(middle, 0.5, labels[int(span.name)], ha="center", va="center", color="white", fontsize=8)
-    axes.set(yticks=(1.5, 0.5), yticklabels=("computation", "traffic"), xlabel="ms, estimated at peak rates")
-    axes.set(xlim=(0, 1e3 * timeline.seconds), ylim=(0, 2))
-    axes.set_title(
-        f"{title}: {1e3 * timeline.seconds:.2f} ms, {1e3 * timeline.exposed:.2f} ms of traffic exposed", loc="left"
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    except ImportError as error:
+        raise RuntimeError("a picture needs matplotlib: pip install 'fddp[train]'.") from error
+    sheet = Figure(figsize=(9, height * rows), layout="constrained")
+    return sheet, sheet.subplots(rows, 1, squeeze=False)[:, 0]

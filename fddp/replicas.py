@@ -76,6 +76,16 @@ def described(title: str, tree: Any) -> list[str]:
     return [" ".join(filter(None, line)) for line in words]
 
 
+def check_arrays(params: Any) -> None:
+    """Refuses parameters that hold no arrays, or something else."""
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError(f"params holds no arrays: got {params!r}.")
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
+            raise TypeError(f"params{jax.tree_util.keystr(path)} must be an array, got {type(x).__name__} {x!r}.")
+
+
 def _form(x: Any) -> str:
     if isinstance(x, PartitionSpec):
         return str(x)

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from fddp.objective import Pending
@@ -23,6 +24,19 @@ class TrainState(NamedTuple):
     """What `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: nothing."""
     rng: Any
     """A random key; None without."""
+
+
+class StepInfo(NamedTuple):
+    """What a step tells: the same on every rank after a step, this process's own rows' after `no_sync`."""
+
+    loss: Float[Array, ""]
+    aux: Any = None
+    used: Any = None
+    """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
+    synchronization; 0 for leaves that are not trained."""
+    sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
+    """Bytes that each replica sent for each sum over replicas: one for each bucket, and for what travels alone. Of p
+    replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
 
 
 class Mean(NamedTuple):

@@ -4,17 +4,19 @@ Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyT
 """
 
 import platform
+from collections import deque
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, UInt32
 
 from fddp.group import Group
+from fddp.logbook import Stats, stats
+from fddp.measurement import Measurement, measure
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
 from fddp.optimizer import update
@@ -22,24 +24,13 @@ from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
 from fddp.reducer import Reducer
-from fddp.replicas import described, equal_start, verify
+from fddp.replicas import check_arrays, described, equal_start, verify
 from fddp.shards import laid_out, optimizer_laid_out, specs
-from fddp.state import Mean, TrainState
+from fddp.state import Mean, StepInfo, TrainState
 from fddp.timeline import Timeline
 from fddp.world import init
 
-
-class StepInfo(NamedTuple):
-    """What a step tells: the same on every rank after a step, this process's own rows' after `no_sync`."""
-
-    loss: Float[Array, ""]
-    aux: Any = None
-    used: Any = None
-    """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
-    synchronization; 0 for leaves that are not trained."""
-    sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
-    """Bytes that each replica sent for each sum over replicas: one for each bucket, and for what travels alone. Of p
-    replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
+LATELY = 100  # steps whose times are kept for `stats`
 
 
 class TrainStep:
@@ -49,6 +40,7 @@ class TrainStep:
         self, reducer: Reducer, optimizer: optax.GradientTransformation, make: "Callable[[Group], TrainStep]"
     ) -> None:
         self._reducer, self._optimizer, self._make = reducer, optimizer, make
+        self._steps, self._lately = 0, deque[Timeline](maxlen=LATELY)
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -98,6 +90,9 @@ class TrainStep:
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
         (state, info), hook_state = self._reducer.reduce(state, batch)
+        self._steps += 1
+        if self._reducer.runner.timeline is not None and self._steps > 1:  # the first compiles
+            self._lately.append(self._reducer.runner.timeline())
         return state._replace(hook_state=hook_state), info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
@@ -143,6 +138,37 @@ class TrainStep:
             raise ValueError("a fused step is one program; a step with a timeline has schedule 'staged' or 'after'.")
         return timeline()
 
+    def measure(self, state: TrainState, batches: Iterable[Any]) -> Measurement:
+        """Runs a step on each batch and tells where the time went; the first batch runs once before, to compile.
+
+        Args:
+          state: from `init` or the last step; it is copied, and nothing of the training is kept.
+          batches: as for steps; equally many on every rank.
+
+        Returns:
+          The measurement; `print` shows it as a table, `.trace(path)` writes it for Perfetto.
+
+        Raises:
+          ValueError: there are no batches, or not equally many on every rank.
+        """
+        batches = list(batches)
+        verify(self._reducer.group, "batches to measure", lambda: [f"{len(batches)} batches"])
+        if not batches:
+            raise ValueError("there is nothing to measure: batches is empty.")
+        carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+
+        def run(batch: Any) -> Any:
+            nonlocal carried
+            carried, info = self(carried, batch)
+            return carried, info
+
+        jax.block_until_ready(run(batches[0]))
+        return measure(run, batches, self._reducer.runner.timeline)
+
+    def stats(self) -> Stats:
+        """What this step is and how its last runs went, as DDP logs it."""
+        return stats(self._reducer.group, self._reducer.options, self.plan, self._steps, self._lately)
+
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step, as `jax.jit(f).lower` does, for a look at what XLA makes of it.
 
@@ -181,7 +207,7 @@ class TrainStep:
 
     def _form(self, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
         """What must be equal on all ranks before anything is sent."""
-        _check_params(params)
+        check_arrays(params)
         if not self._reducer.recipe.chosen(params):
             floats = differentiable(jax.tree.leaves(params))
             why = "float arrays, all of them ignored" if floats else "no float arrays"
@@ -254,15 +280,6 @@ def train_step(
         return TrainStep(reducer, optimizer, make)
 
     return make(group or init())
-
-
-def _check_params(params: Any) -> None:
-    leaves = jax.tree.leaves(params)
-    if not leaves:
-        raise ValueError(f"params holds no arrays: got {params!r}.")
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
-            raise TypeError(f"params{jax.tree_util.keystr(path)} must be an array, got {type(x).__name__} {x!r}.")
 
 
 def _with(params: Any, trained: Any) -> Any:

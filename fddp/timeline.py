@@ -1,10 +1,12 @@
-"""When a step computed and when it communicated: spans, and what they say about overlap.
+"""When a step computed and when it communicated: spans, what they say about overlap, and what others would take.
 
 Source: the columns of Li et al. (VLDB 2020), Fig. 6, and of DDP's logging data.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,29 @@ class Timeline:
         return max((s.end for s in self.spans), default=0) - min((s.start for s in self.spans), default=0)
 
     @property
+    def computing(self) -> float:
+        """Seconds during which something was computed."""
+        return _covered(self.compute)
+
+    @property
+    def communicating(self) -> float:
+        """Seconds during which something was sent."""
+        return _covered(self.communication)
+
+    @property
+    def overlap(self) -> float:
+        """Seconds during which something was computed and something sent."""
+        return _common(self.communication, self.compute)
+
+    @property
     def exposed(self) -> float:
         """Seconds of communication during which nothing was computed."""
-        return _covered(self.communication) - _common(self.communication, self.compute)
+        return self.communicating - self.overlap
 
     @property
     def overlap_share(self) -> float:
         """Share of the communication that lies under computation, 0 to 1; 0 where nothing was sent."""
-        total = _covered(self.communication)
+        total = self.communicating
         return 1 - self.exposed / total if total else 0.0
 
     def bound(self) -> float:
@@ -69,13 +86,8 @@ class Timeline:
         Returns:
           Seconds from the start of the first stage.
         """
-        sends = self.communication
-        stages, rest = self.compute[: len(sends)], self.compute[len(sends) :]
-        ready = link = 0.0
-        for stage, send in zip(stages, sends):
-            ready += stage.seconds
-            link = max(link, ready) + send.seconds
-        return max(ready, link) + sum(span.seconds for span in rest)
+        lengths, sends = [span.seconds for span in self.compute], [span.seconds for span in self.communication]
+        return simulate(lengths[: len(sends)], sends, sum(lengths[len(sends) :])).seconds
 
     def __str__(self) -> str:
         begin = min((span.start for span in self.spans), default=0)
@@ -88,6 +100,93 @@ class Timeline:
             f"{self.overlap_share:.0%} of it under computation; bound {1e3 * self.bound():.2f} ms"
         )
         return "\n".join([*rows, foot])
+
+
+class Pace(NamedTuple):
+    """How fast computation and communication go while both are under way, as shares of their speed alone.
+
+    Traffic is no free companion: on CPU hosts it is added up and copied by cores that the backward pass needs.
+    """
+
+    compute: float = 1.0
+    communication: float = 1.0
+
+
+def simulate(
+    stages: Sequence[float], sends: Sequence[float], update: float = 0.0, pace: Pace | None = None
+) -> Timeline:
+    """Runs a staged step on paper.
+
+    Stages follow each other; all-reduce k starts when stage k (or the last one) is done and the link is free; the
+    update follows when all is done.
+
+    Args:
+      stages: seconds of each stage alone.
+      sends: seconds of each all-reduce alone.
+      update: seconds of the update.
+      pace: how both slow each other down; None: not at all, the bound of any schedule.
+
+    Returns:
+      The step's timeline, from 0.
+
+    Example:
+      >>> simulate([2.0, 1.0], [2.0, 1.0]).seconds
+      5.0
+      >>> simulate([2.0, 1.0], [2.0, 1.0], pace=Pace(compute=0.5, communication=1.0)).seconds
+      5.0
+      >>> simulate([2.0, 1.0], [2.0, 1.0], pace=Pace(compute=0.5, communication=0.5)).seconds
+      6.0
+    """
+    pace, spans, clock = pace or Pace(), list[Span](), 0.0
+    works, needs = (list(stages), list(sends)), len(stages) - 1
+    done, since = [0, 0], [0.0, 0.0]
+    left = [next(iter(work), 0.0) for work in works]
+    while done[0] < len(stages) or done[1] < len(sends):
+        busy = (done[0] < len(stages), done[1] < len(sends) and done[0] > min(done[1], needs))
+        speeds = pace if all(busy) else Pace()
+        ends = [left[side] / speeds[side] if busy[side] else inf for side in (0, 1)]
+        passed = min(ends)
+        for side, kind, name in ((0, "compute", "stage"), (1, "communication", "bucket")):
+            if not busy[side]:
+                since[side] = clock + passed
+            elif ends[side] > passed:
+                left[side] -= passed * speeds[side]
+            else:
+                spans.append(Span(kind, f"{name} {done[side]}", since[side], clock + passed))
+                done[side] += 1
+                since[side] = clock + passed
+                left[side] = next(iter(works[side][done[side] :]), 0.0)
+        clock += passed
+    if update:
+        spans.append(Span("compute", "update", clock, clock + update))
+    return Timeline(tuple(spans))
+
+
+def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
+    """How computation and traffic slowed each other down in a run: work not done while both were busy.
+
+    Args:
+      line: the run.
+      stages: seconds that its computation takes alone.
+      sends: seconds that its all-reduces take alone.
+
+    Returns:
+      The pace; 1 where nothing overlapped or nothing was lost.
+
+    Example:
+      >>> stage, send = Span("compute", "stage", 0, 5), Span("communication", "bucket", 1, 5)
+      >>> observed_pace(Timeline((stage, send)), 4.0, 4.0)
+      Pace(compute=0.75, communication=1.0)
+    """
+    both = line.overlap
+
+    def speed(took: float, alone: float) -> float:
+        return min(1.0, max(SLOWEST, 1 - (took - alone) / both)) if both else 1.0
+
+    return Pace(speed(line.computing, stages), speed(line.communicating, sends))
+
+
+SLOWEST = 0.05  # a pace is a share of something: a run so noisy that it shows none still gets on
 
 
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:

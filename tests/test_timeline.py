@@ -1,9 +1,9 @@
-"""Claims about spans, checked against values by hand: `fddp.timeline`."""
+"""Claims about spans and simulated steps, checked against values by hand: `fddp.timeline`."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.timeline import Span, Timeline
+from fddp.timeline import Pace, Span, Timeline, observed_pace, simulate
 
 
 def compute(*times):
@@ -34,6 +34,52 @@ def test_a_step_without_traffic_is_bounded_by_its_computation():
     assert Timeline(tuple(compute((0, 2), (2, 5)))).bound() == 5
     assert Timeline(tuple(compute((0, 2)))).overlap_share == 0
     assert Timeline(()).seconds == 0
+
+
+def test_the_bound_of_the_baseline_counts_every_all_reduce():
+    # One program of 4 s, then all-reduces of 1 and 2 s: with nothing to lie under, 7 s it is.
+    assert Timeline((*compute((0, 4)), *send((4, 5), (5, 7)))).bound() == 7
+
+
+### Simulated steps
+
+
+def times(line, kind):
+    return [(span.start, span.end) for span in line.spans if span.kind == kind]
+
+
+def test_a_simulated_all_reduce_waits_for_its_stage_and_for_the_link():
+    line = simulate([2, 1, 1], [2, 2, 1], update=1)
+    assert times(line, "compute") == [(0, 2), (2, 3), (3, 4), (7, 8)]
+    assert times(line, "communication") == [(2, 4), (4, 6), (6, 7)]
+
+
+def test_a_link_that_is_free_waits_for_the_next_stage():
+    line = simulate([1, 5], [1, 1])
+    assert times(line, "communication") == [(1, 2), (6, 7)]
+
+
+def test_a_pace_slows_both_only_while_both_are_under_way():
+    # From 2 s on stage 1 goes at half its speed; its 1 s takes until 4, when the all-reduce, at 3/4, has 0.5 s left.
+    line = simulate([2, 1], [2, 1], pace=Pace(compute=0.5, communication=0.75))
+    assert times(line, "compute") == [(0, 2), (2, 4)]
+    assert times(line, "communication") == [(2, 4.5), (4.5, 5.5)]
+
+
+def test_the_pace_that_was_simulated_is_the_pace_that_is_observed():
+    pace = Pace(compute=0.8, communication=0.6)
+    stages, sends = [2.0, 1.5, 1.0, 4.0], [1.0, 2.0, 0.5, 1.0]
+    seen = observed_pace(simulate(stages, sends, pace=pace), sum(stages), sum(sends))
+    assert abs(seen.compute - pace.compute) < 1e-9
+    assert abs(seen.communication - pace.communication) < 1e-9
+
+
+def test_without_overlap_or_loss_the_pace_is_one():
+    assert observed_pace(Timeline((*compute((0, 2)), *send((2, 3)))), 1, 1) == Pace(1, 1)
+    assert observed_pace(Timeline((*compute((0, 2)), *send((1, 3)))), 2.5, 2.5) == Pace(1, 1)
+
+
+### Any step
 
 
 lengths = st.lists(st.floats(0.01, 5), min_size=1, max_size=6)

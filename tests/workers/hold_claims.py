@@ -6,6 +6,7 @@ from pathlib import Path
 from workers import (
     group_claims,
     hook_claims,
+    measurement_claims,
     mismatch_claims,
     promise_claims,
     rotation_claims,
@@ -15,7 +16,15 @@ from workers.claims import Claim, claims_of, hold
 
 import fddp
 
-CLAIMS = claims_of(group_claims, training_claims, promise_claims, hook_claims, rotation_claims, mismatch_claims)
+CLAIMS = claims_of(
+    group_claims,
+    training_claims,
+    promise_claims,
+    hook_claims,
+    rotation_claims,
+    measurement_claims,
+    mismatch_claims,
+)
 
 
 def claimed(backend: str, size: int) -> dict[str, Claim]:

@@ -1,0 +1,114 @@
+"""How well does a step on two replicas tell what it takes on more? Projected to 4,096, checked on four.
+
+    python bench/scaling.py [--problem mlp] [--backend gloo] [--cap 4] [--quick]
+
+Two and four processes on this machine, over loopback. The hop of the ring comes from the all-reduces of the two. Four
+processes on fewer cores also compute more slowly, which is no matter of the link; so the projection to four is told
+twice: with the stages of the two, and with those that the four have when each runs alone.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.record import save
+from fddp.link import Link
+from fddp.scaling import REPLICAS, Algorithm, hop_of, project, ring, tree
+from fddp.timeline import Pace
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problem", default="mlp")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "mpi"])
+    parser.add_argument("--cap", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    args = parser.parse_args()
+    rounds = 3 if args.quick else args.rounds
+    two, four = (run(args.backend, args.problem, size, rounds, args.cap) for size in (2, 4))
+    results = {
+        "problem": f"{args.problem}, {args.backend}, cap {args.cap:g} MiB",
+        "two": two,
+        "four": four,
+        "checks": checks(two, four),
+        "projections": {way.__name__: projections(two, way) for way in (ring, tree)},
+    }
+    print(table(results))
+    if not args.quick:
+        print(save("scaling", results))
+
+
+def run(backend: str, name: str, size: int, rounds: int, cap_mb: float) -> dict[str, Any]:
+    """Tunes with a single cap on so many processes of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds), str(path)]
+        worker, env = [*worker, str(cap_mb)], os.environ | {"PYTHONPATH": str(ROOT), "NPROC": "2"}
+        if backend == "mpi":
+            jobs = [subprocess.Popen([Path(sys.executable).with_name("mpiexec"), "-n", str(size), *worker], env=env)]
+        else:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                world = {"FDDP_SIZE": str(size), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+            jobs = [subprocess.Popen(worker, env=env | world | {"FDDP_RANK": str(rank)}) for rank in range(size)]
+        if any(job.wait(600) for job in jobs):
+            raise RuntimeError(f"{name} on {size} processes failed; its error is above.")
+        return json.loads(path.read_text())
+
+
+def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
+    """Projected over measured on four, minus 1: an all-reduce of the largest bucket, and the step."""
+    hop, (cap,) = hop_of(Link(**two["link"]), 2), four["caps"]
+    largest, measured = max(cap["nbytes"]), cap["measured_ms"] / 1e3
+
+    def step(stages: dict[str, Any]) -> float:
+        return _project(stages, hop, two, (4,), ring)[0].step_s / measured - 1
+
+    return {
+        "all_reduce": ring(hop, largest, 4) / Link(**four["link"]).seconds(largest) - 1,
+        "step_with_the_stages_of_two": step(two),
+        "step_with_the_stages_of_four": step(four),
+    }
+
+
+def projections(two: dict[str, Any], algorithm: Algorithm) -> list[dict[str, float]]:
+    hop = hop_of(Link(**two["link"]), 2, algorithm)
+    return [vars(one) for one in _project(two, hop, two, REPLICAS, algorithm)]
+
+
+def _project(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm) -> Any:
+    (cap,) = found["caps"]
+    return project(
+        [stage / 1e3 for stage in cap["stages_ms"]],
+        cap["nbytes"],
+        hop,
+        update=(found["update_ms"] + found["idle_ms"]) / 1e3,
+        pace=Pace(**paced["pace"]),
+        replicas=replicas,
+        algorithm=algorithm,
+    )
+
+
+def table(results: dict[str, Any]) -> str:
+    rows = [
+        f"{a['replicas']:8}  {1e3 * a['step_s']:9.1f}  {a['efficiency']:10.0%}  {1e3 * b['step_s']:9.1f}  "
+        f"{b['efficiency']:10.0%}"
+        for a, b in zip(results["projections"]["ring"], results["projections"]["tree"])
+    ]
+    told = [f"{name.replace('_', ' ')}: projected {off:+.1%} of measured" for name, off in results["checks"].items()]
+    return "\n".join(
+        [results["problem"], "replicas    ring ms  efficiency    tree ms  efficiency", *rows, "on four:", *told]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Does `fddp.tune` find the best bucket cap, and how close is what it predicts? On a real wire, every cap run for real.
+
+    sudo .venv/bin/python bench/tuning.py [--problems mlp resnet18 gpt] [--backends gloo mpi] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. `tune` measures and predicts; then steps with every
+cap take turns, and the median over rounds of the slower rank is what counts.
+
+  deviation   predicted / measured - 1, of each cap
+  regret      the measured step with the cap that tune chose / the best measured step - 1
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.record import RESULTS, save
+from bench.two_hosts import start_gloo, start_mpi, two_hosts
+from fddp.drawing import figure
+from fddp.link import Link
+from fddp.timeline import Pace
+
+START = {"gloo": start_gloo, "mpi": start_mpi}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
+    parser.add_argument("--backends", nargs="+", default=list(START), choices=list(START))
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="4 rounds, nothing is saved")
+    args = parser.parse_args()
+    results = {}
+    for name in args.problems:
+        for backend in args.backends:
+            results[f"{name}, {backend}"] = found = measure(name, backend, args.rate, 4 if args.quick else args.rounds)
+            print(f"\n{name}, {backend}\n{table(found)}", flush=True)
+    if not args.quick:
+        print(save("tuning", results))
+        print(picture(results))
+
+
+def measure(name: str, backend: str, rate: str, rounds: int) -> dict[str, Any]:
+    """Tunes a problem on two hosts and then runs every cap."""
+    with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds), str(path)]
+        jobs = START[backend](worker, {"PYTHONPATH": str(ROOT)})
+        try:
+            if any(job.wait(900) for job in jobs):
+                raise RuntimeError(f"tuning {name} over {backend} failed; its error is above.")
+        finally:
+            for job in jobs:
+                job.terminate()
+        found = json.loads(path.read_text())
+    best = min(row["measured_ms"] for row in found["caps"])
+    for row in found["caps"]:
+        row["deviation"] = row["predicted_ms"] / row["measured_ms"] - 1
+    (chosen,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
+    return found | {"regret": chosen["measured_ms"] / best - 1}
+
+
+def table(found: dict[str, Any]) -> str:
+    rows = [
+        f"{row['cap_mb']:7g}  {len(row['nbytes']):7}  {row['predicted_ms']:9.1f}  {row['measured_ms']:8.1f}  "
+        f"{row['deviation']:+9.1%}{'  chosen' if row['cap_mb'] == found['chosen_mb'] else ''}"
+        for row in found["caps"]
+    ]
+    return "\n".join(
+        [
+            f"an all-reduce takes {Link(**found['link'])}; {Pace(**found['pace'])}; tuned in {found['tune_s']:.0f} s",
+            "cap MiB  buckets  predicted  measured  deviation",
+            *rows,
+            f"regret {found['regret']:.1%}; tune's own check {found['deviation']:+.1%}",
+        ]
+    )
+
+
+def picture(results: dict[str, Any]) -> Path:
+    """Draws predicted and measured steps over the cap."""
+    sheet, axes = figure(len(results))
+    for axis, (name, found) in zip(axes, results.items()):
+        caps = [row["cap_mb"] for row in found["caps"]]
+        axis.plot(caps, [row["predicted_ms"] for row in found["caps"]], "--", color="tab:orange", label="predicted")
+        axis.plot(caps, [row["measured_ms"] for row in found["caps"]], "o-", color="tab:blue", label="measured")
+        axis.axvline(found["chosen_mb"], color="gray", linewidth=1, label="chosen")
+        axis.set_xscale("symlog", linthresh=0.25)
+        axis.set_title(f"{name}: ms a step over the bucket cap, MiB", loc="left")
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    path = RESULTS / "tuning.png"
+    sheet.savefig(path, dpi=80)
+    return path
+
+
+if __name__ == "__main__":
+    main()

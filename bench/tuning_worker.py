@@ -1,0 +1,81 @@
+"""One rank of bench/tuning.py and bench/scaling.py: tunes a problem, then runs every cap that was simulated.
+
+tuning_worker.py BACKEND PROBLEM ROUNDS PATH [CAP ...]
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import fddp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.problems import Problem, problem
+from bench.record import interleave
+from fddp.tuning import CAPS_MB
+
+OPTIMIZER = optax.sgd(1e-3)
+
+
+def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> None:
+    group = fddp.init(backend)
+    task = problem(name, seed=group.rank)
+    start = time.perf_counter()
+    tuning = fddp.tune(
+        task.loss_fn,
+        OPTIMIZER,
+        task.params,
+        task.batch,
+        group=group,
+        has_aux=True,
+        model_state=task.model_state,
+        caps_mb=caps_mb or CAPS_MB,
+    )
+    took = time.perf_counter() - start
+    runs = {str(one.bucket_cap_mb): _run(task, group, one.bucket_cap_mb) for one in tuning.candidates}
+    seconds = interleave(runs, rounds=rounds, pause=group.barrier)
+    measured = {cap: float(np.median(group.all_reduce(values, op="max"))) for cap, values in seconds.items()}
+    if group.rank == 0:
+        found = {
+            "link": tuning.link._asdict(),
+            "pace": tuning.pace._asdict(),
+            "update_ms": 1e3 * tuning.update_s,
+            "idle_ms": 1e3 * tuning.idle_s,
+            "tune_s": took,
+            "chosen_mb": tuning.bucket_cap_mb,
+            "deviation": tuning.deviation,
+            "caps": [
+                {
+                    "cap_mb": one.bucket_cap_mb,
+                    "nbytes": one.nbytes,
+                    "stages_ms": [1e3 * stage for stage in one.stages],
+                    "predicted_ms": 1e3 * one.predicted_s,
+                    "measured_ms": 1e3 * measured[str(one.bucket_cap_mb)],
+                }
+                for one in tuning.candidates
+            ],
+        }
+        path.write_text(json.dumps(found))
+
+
+def _run(task: Problem, group: fddp.Group, cap_mb: float) -> Callable[[], Any]:
+    step = fddp.train_step(task.loss_fn, OPTIMIZER, group=group, has_aux=True, schedule="staged", bucket_cap_mb=cap_mb)
+    state = step.init(task.params, model_state=task.model_state)
+
+    def run() -> Any:
+        nonlocal state
+        state, info = step(state, task.batch)
+        return jax.block_until_ready((state, info))
+
+    return run
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), *map(float, sys.argv[5:]))

@@ -1,0 +1,69 @@
+"""What DDP logs of itself: who trains with whom, what travels in which order, and how long it took lately.
+
+Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fddp.group import Group
+from fddp.options import Options
+from fddp.plan import BucketPlan, MiB
+from fddp.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What DDP logs of itself (`_get_ddp_logging_data`), its names where the meaning is the same; times in seconds.
+
+    The averages are over the last steps of a schedule that runs several programs, and None under "fused", where only a
+    profiler sees them: `step.measure(state, batches)`.
+    """
+
+    world_size: int
+    rank: int
+    backend_name: str
+    iteration: int
+    """Steps that this object has run."""
+    num_parameter_tensors: int
+    total_parameter_size_bytes: int
+    bucket_cap_bytes: float
+    bucket_sizes: tuple[int, ...]
+    """Bytes of each bucket, in the order in which they leave."""
+    grad_ready_order: tuple[str, ...]
+    """Names of the leaves that travel, in the order in which their gradients become ready."""
+    find_unused_parameters: bool
+    broadcast_buffers: bool | str
+    avg_first_stage_time: float | None
+    """The first program: the forward pass, and the backward pass until the first bucket is full."""
+    avg_backward_compute_time: float | None
+    """The rest of the backward pass: all stages but the first."""
+    avg_backward_comm_time: float | None
+    """All-reduces."""
+    avg_backward_compute_comm_overlap_time: float | None
+    """What of the all-reduces lay under computation."""
+
+
+def stats(group: Group, options: Options, plan: BucketPlan, iteration: int, lines: Sequence[Timeline]) -> Stats:
+    """Sums up what a step is and how its last runs went; see `Stats`."""
+
+    def average(seconds: Callable[[Timeline], float]) -> float | None:
+        return sum(map(seconds, lines)) / len(lines) if lines else None
+
+    return Stats(
+        world_size=group.size,
+        rank=group.rank,
+        backend_name=group.backend,
+        iteration=iteration,
+        num_parameter_tensors=len(plan.leaves),
+        total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
+        bucket_cap_bytes=options.bucket_cap_mb * MiB,
+        bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
+        grad_ready_order=tuple(name for bucket in plan.buckets for name in bucket.names),
+        find_unused_parameters=options.find_unused_parameters,
+        broadcast_buffers=options.broadcast_buffers,
+        avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),
+        avg_backward_compute_time=average(lambda line: sum(span.seconds for span in line.compute[1:])),
+        avg_backward_comm_time=average(lambda line: line.communicating),
+        avg_backward_compute_comm_overlap_time=average(lambda line: line.overlap),
+    )

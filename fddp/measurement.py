@@ -1,0 +1,188 @@
+"""How the time of a step was spent: computing, sending, or neither.
+
+Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of Holistic Trace Analysis.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from fddp.drawing import draw, figure
+from fddp.profile import profiled
+from fddp.timeline import Span, Timeline
+
+UPDATE = "update"
+ROWS = ("step", "compute", "communication")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step from its call to its result; times in seconds of the spans' clock."""
+
+    start: float
+    end: float
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which nothing was computed or sent: Python, placing rows, waiting to be launched."""
+        return self.seconds - self.timeline.computing - self.timeline.exposed
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Where the time of this process's steps went.
+
+    compute, non-compute and idle share a step's time and add up to 100 %.
+    """
+
+    steps: tuple[MeasuredStep, ...]
+
+    @property
+    def step_ms(self) -> float:
+        """Median time of a step, milliseconds."""
+        return 1e3 * median(step.seconds for step in self.steps)
+
+    @property
+    def compute_percent(self) -> float:
+        """Share of the time in which something was computed, whatever was sent meanwhile."""
+        return self._percent(self._sum("computing"), self._seconds)
+
+    @property
+    def non_compute_percent(self) -> float:
+        """Share of the time in which something was sent and nothing computed: exposed communication."""
+        return self._percent(self._sum("exposed"), self._seconds)
+
+    @property
+    def idle_percent(self) -> float:
+        """Share of the time in which nothing was computed or sent."""
+        return self._percent(sum(step.idle for step in self.steps), self._seconds)
+
+    @property
+    def overlap_percent(self) -> float:
+        """Share of the communication that lay under computation; 0 where nothing was sent."""
+        return self._percent(self._sum("overlap"), self._sum("communicating"))
+
+    @property
+    def overhead_percent(self) -> float:
+        """How much longer the steps took than they would have if no communication had been exposed."""
+        return self._percent(self._sum("exposed"), self._seconds - self._sum("exposed"))
+
+    @property
+    def all_reduces(self) -> int:
+        """All-reduces of a step."""
+        return max(len(step.timeline.communication) for step in self.steps)
+
+    @property
+    def all_reduce_ms(self) -> float:
+        """Milliseconds of a step during which an all-reduce was under way, mean over steps."""
+        return 1e3 * self._sum("communicating") / len(self.steps)
+
+    def trace(self, path: str | Path) -> Path:
+        """Writes the steps as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+
+        Args:
+          path: of the file to write.
+
+        Returns:
+          The path.
+        """
+        zero = min(step.start for step in self.steps)
+        spans = [Span("step", f"step {k}", step.start, step.end) for k, step in enumerate(self.steps)]
+        spans += [span for step in self.steps for span in step.timeline.spans]
+        named = [
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": row}}
+            for tid, row in enumerate(ROWS)
+        ]
+        events = [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": ROWS.index(span.kind),
+                "cat": span.kind,
+                "name": span.name,
+                "ts": 1e6 * (span.start - zero),  # microseconds
+                "dur": 1e6 * span.seconds,
+                "args": {"bytes": span.nbytes},
+            }
+            for span in spans
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms"}))
+        return Path(path)
+
+    def picture(self, path: str | Path) -> Path:
+        """Draws the step of median length; needs matplotlib.
+
+        Args:
+          path: of the picture; its ending says the format: ".png".
+
+        Returns:
+          The path.
+        """
+        typical = sorted(self.steps, key=lambda step: step.seconds)[len(self.steps) // 2]
+        sheet, (axis,) = figure(1)
+        draw(axis, {f"{1e3 * typical.seconds:.1f} ms": typical.timeline})
+        axis.set_title("computing (blue) and sending (orange)", loc="left")
+        sheet.savefig(path, dpi=120)
+        return Path(path)
+
+    def __str__(self) -> str:
+        rows = (
+            ("compute", self.compute_percent, "something is computed"),
+            ("non-compute", self.non_compute_percent, "something is sent, nothing computed"),
+            ("idle", self.idle_percent, "neither"),
+            ("overlap", self.overlap_percent, "of the communication lies under computation"),
+            ("communication overhead", self.overhead_percent, "more time than with all of it there"),
+        )
+        lines = [f"{name:<22}  {share:6.1f}%  {meaning}" for name, share, meaning in rows]
+        head = f"{len(self.steps)} steps, {self.step_ms:.2f} ms each (median)"
+        return "\n".join(
+            [head, *lines, f"{'all-reduces':<22}  {self.all_reduces:6}   {self.all_reduce_ms:.2f} ms a step"]
+        )
+
+    @property
+    def _seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+    def _sum(self, what: str) -> float:
+        return sum(getattr(step.timeline, what) for step in self.steps)
+
+    @staticmethod
+    def _percent(part: float, whole: float) -> float:
+        return 100.0 * part / whole if whole else 0.0
+
+
+def measure(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None) -> Measurement:
+    """Runs steps and watches them.
+
+    Where the schedule runs several programs, it keeps the time itself; what follows the last of its spans is the
+    update. A step that is one program runs under XLA's profiler, which makes it a little slower.
+
+    Args:
+      run: runs a step on a batch, and returns all that it makes.
+      batches: one for each step.
+      timeline: tells when the last step computed and communicated; None: the profiler.
+
+    Returns:
+      The measurement.
+    """
+    if timeline is None:
+        return Measurement(tuple(MeasuredStep(*window, line) for window, line in profiled(run, batches)))
+    steps: list[MeasuredStep] = []
+    for batch in batches:
+        start = perf_counter()
+        jax.block_until_ready(run(batch))
+        end, spans = perf_counter(), timeline().spans
+        last = max((span.end for span in spans), default=start)
+        steps.append(MeasuredStep(start, end, Timeline((*spans, Span("compute", UPDATE, last, end)))))
+    return Measurement(tuple(steps))

@@ -1,0 +1,77 @@
+"""What XLA's profiler sees inside a step that is one program: its operations and all-reduces as spans.
+
+An event of the profile that names an HLO operation is a span; it is communication if that operation is an all-reduce.
+Operations that only contain others (loops, calls) are passed over: what runs inside them has events of its own.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fddp.timeline import Span, Timeline
+
+STEP = "fddp step"
+ALL_REDUCE = re.compile(r"all-?reduce|psum", re.IGNORECASE)  # as HLO, mpi4jax, NCCL and JAX name it
+CONTAINER = re.compile(r"(while|call|conditional)(\.|$)")
+
+
+def profiled(run: Callable[[Any], Any], batches: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
+    """Runs steps under the profiler.
+
+    Args:
+      run: runs a step on a batch; what it returns is waited for.
+      batches: one for each step.
+
+    Returns:
+      For each step its start and end in seconds, and what this process's first device did in between.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's own calls would fill the trace and slow the step
+    with tempfile.TemporaryDirectory(prefix="fddp-profile-") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for batch in batches:
+                with jax.profiler.TraceAnnotation(STEP):
+                    jax.block_until_ready(run(batch))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        return read_steps(jax.profiler.ProfileData.from_file(str(path)).planes)
+
+
+def read_steps(planes: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
+    """Finds the steps in a profile.
+
+    An accelerator has a plane of its own; what CPU devices do is on the host's plane, told apart by their ordinals.
+
+    Args:
+      planes: of a `jax.profiler.ProfileData`.
+
+    Returns:
+      As for `profiled`.
+    """
+    windows: list[tuple[float, float]] = []
+    spans: dict[tuple[bool, str], list[Span]] = {}
+    for plane in planes:
+        for event in (event for line in plane.lines for event in line.events if event.duration_ns > 0):
+            if event.name == STEP:
+                windows.append(_times(event))
+            elif "hlo_op" in (stats := dict(event.stats)) and not CONTAINER.match(event.name):
+                on_host = not plane.name.startswith("/device:")
+                device = str(stats.get("device_ordinal", 0)) if on_host else plane.name
+                spans.setdefault((on_host, device), []).append(_span(event, str(stats["hlo_op"])))
+    mine = sorted(spans[min(spans)], key=lambda span: span.start) if spans else []
+    return tuple(
+        ((start, end), Timeline(tuple(span for span in mine if start <= span.start < end)))
+        for start, end in sorted(windows)
+    )
+
+
+def _span(event: Any, operation: str) -> Span:
+    sent = ALL_REDUCE.search(event.name) or ALL_REDUCE.search(operation)
+    return Span("communication" if sent else "compute", operation, *_times(event))
+
+
+def _times(event: Any) -> tuple[float, float]:
+    return event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9

@@ -1,0 +1,60 @@
+"""What another grouping of the same gradients would take, from the stages of the finest one."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fddp.group import Group
+from fddp.measurement import MeasuredStep
+from fddp.plan import BucketPlan
+
+
+class Typical(NamedTuple):
+    """A step as it mostly goes, on the slowest rank."""
+
+    stages: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    update: float
+    idle: float
+    seconds: float
+
+
+def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
+    """Medians over steps, maxima over ranks."""
+    rows = [(*(span.seconds for span in step.timeline.compute), step.idle, step.seconds) for step in steps]
+    *stages, update, idle, seconds = group.all_reduce(np.median(np.array(rows), axis=0), op="max").tolist()
+    nbytes = tuple(span.nbytes for span in steps[0].timeline.communication)
+    return Typical(tuple(stages), nbytes, update, idle, seconds)
+
+
+def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
+    """Bytes of each all-reduce of a plan, with the tail behind the last bucket or alone."""
+    sizes = [bucket.nbytes for bucket in plan.buckets]
+    return (*sizes[:-1], sizes[-1] + tail) if plan.tail_rides else (*sizes, tail)
+
+
+def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
+    """The stages of a plan, from those of the finest cut: a bucket is ready when the last of its leaves is.
+
+    Args:
+      fine: seconds of the stages of the finest cut, one for each leaf that travels, in order of readiness; further
+        ones (a tail that travels alone) belong to the end.
+      order: those leaves.
+      plan: buckets of the same leaves.
+      total: seconds that all stages of this plan take together; each dispatch costs, so fewer stages take less.
+
+    Returns:
+      Seconds of each stage of the plan.
+    """
+    done = dict(zip(order, np.cumsum(fine).tolist()))
+    ready = np.maximum.accumulate([max(done[i] for i in bucket.leaves) for bucket in plan.buckets])
+    ends = [*ready.tolist(), sum(fine)] if len(fine) > len(order) else ready.tolist()
+    return tuple((np.diff([0.0, *ends]) * total / ends[-1]).tolist())
+
+
+def total_seconds(fine: Typical, coarse: Typical, stages: int) -> float:
+    """All stages of a cut into so many, on the straight line through two cuts that were measured."""
+    more = len(fine.stages) - len(coarse.stages)
+    each = (sum(fine.stages) - sum(coarse.stages)) / more if more else 0.0
+    return sum(coarse.stages) + each * (stages - len(coarse.stages))

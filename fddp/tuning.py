@@ -1,0 +1,286 @@
+"""Which bucket cap is best here: a few measurements, every cap simulated from them, the best one checked by a run.
+
+Small buckets leave early but pay a latency each; large ones wait for their last gradient. Where the balance lies
+depends on the network, the model and the hosts: in the paper nothing but trying each cap finds it (section 5.3).
+
+Source: Li et al. (VLDB 2020), Fig. 7 and 8.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fddp.group import Group
+from fddp.link import Link, fit_link
+from fddp.measurement import MeasuredStep, Measurement
+from fddp.plan import BucketPlan, MiB, make_plan
+from fddp.regrouping import joined, total_seconds, typical, wire_bytes
+from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
+from fddp.step import TrainStep, train_step
+from fddp.timeline import Pace, observed_pace, simulate
+from fddp.world import init
+
+CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
+LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB
+LINK_ROUNDS, LINK_ROW_BYTES, TURNS = 3, 4 * MiB, 3
+
+Run = Callable[[], Measurement]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A bucket cap, and the step that it would make."""
+
+    bucket_cap_mb: float
+    stages: tuple[float, ...]
+    """Seconds that the stages take alone."""
+    nbytes: tuple[int, ...]
+    """Bytes of each all-reduce."""
+    predicted_s: float
+    """The whole step."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, what follows from it for every cap, and how well the prediction for the best one held."""
+
+    replicas: int
+    link: Link
+    pace: Pace
+    update_s: float
+    """The update, after the last all-reduce."""
+    idle_s: float
+    """Python, and placing rows."""
+    candidates: tuple[Candidate, ...]
+    best: Candidate
+    measured_s: float
+    """The step with the best cap, really run."""
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """The best cap, for `train_step`."""
+        return self.best.bucket_cap_mb
+
+    @property
+    def deviation(self) -> float:
+        """How far the prediction for the best cap was off, as a share of the measured step: 0.05 is 5 % too long."""
+        return self.best.predicted_s / self.measured_s - 1
+
+    def at_scale(self, replicas: Sequence[int] = REPLICAS, algorithm: Algorithm = ring) -> tuple[Projection, ...]:
+        """What the step with the best cap would take on other numbers of replicas; see `fddp.scaling`.
+
+        Args:
+          replicas: how many.
+          algorithm: of the all-reduces: `ring`, `tree` or one like them.
+
+        Returns:
+          A projection for each number of replicas.
+
+        Raises:
+          ValueError: a single replica was measured, which says nothing of a link.
+        """
+        hop, update = hop_of(self.link, self.replicas, algorithm), self.update_s + self.idle_s
+        one = self.best
+        return project(
+            one.stages, one.nbytes, hop, update=update, pace=self.pace, replicas=replicas, algorithm=algorithm
+        )
+
+    def __str__(self) -> str:
+        head = (
+            f"an all-reduce takes {self.link}",
+            f"beside each other computation runs at {self.pace.compute:.0%} and traffic at "
+            f"{self.pace.communication:.0%} of its speed alone",
+            "cap MiB  buckets  predicted ms",
+        )
+        rows = [
+            f"{c.bucket_cap_mb:7g}  {len(c.nbytes):7}  {1e3 * c.predicted_s:12.1f}{'  best' * (c == self.best)}"
+            for c in self.candidates
+        ]
+        foot = (
+            f"bucket_cap_mb={self.bucket_cap_mb:g}: measured {1e3 * self.measured_s:.1f} ms, "
+            f"predicted {self.deviation:+.1%}"
+        )
+        return "\n".join([*head, *rows, foot])
+
+
+def tune(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    *,
+    group: Group | None = None,
+    has_aux: bool = False,
+    model_state: Any = None,
+    rng: Any = None,
+    caps_mb: Sequence[float] = CAPS_MB,
+    steps: int = 4,
+    **options: Any,
+) -> Tuning:
+    """Finds the bucket cap with the shortest step under the staged schedule.
+
+    Measured are all-reduces of several sizes, the stages of the finest cut without traffic, and a middle cap with and
+    without traffic; the latter tells how computation and traffic slow each other down. From these every cap's step is
+    simulated. All ranks find the same.
+
+    Args:
+      loss_fn: as for `train_step`.
+      optimizer: as for `train_step`.
+      params: as for `step.init`; what is measured leaves them alone.
+      batch: this process's rows, as for a step.
+      group: replicas, one per process; None: those of `fddp.init()`.
+      has_aux: as for `train_step`.
+      model_state: as for `step.init`.
+      rng: as for `step.init`.
+      caps_mb: caps to choose from, MiB; of those that give one plan the smallest stands for all.
+      steps: steps of each of the three turns of a measurement.
+      **options: further options of `train_step`.
+
+    Returns:
+      The tuning; `train_step(…, bucket_cap_mb=tuning.bucket_cap_mb)` uses it.
+
+    Raises:
+      ValueError: several replicas per process, or another schedule than staged, or no caps.
+
+    Example:
+      >>> import jax, fddp, jax.numpy as jnp, optax
+      >>> group = fddp.mesh_group(jax.sharding.Mesh(jax.devices()[:1], "replica"))
+      >>> loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+      >>> params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}
+      >>> tuning = fddp.tune(loss, optax.sgd(0.1), params, jnp.ones((2, 4)), group=group)
+      >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
+      [(0.0, 2), (0.25, 1)]
+    """
+    group, schedule = group or init(), options.get("schedule", "staged")
+    if group.size != group.processes or schedule not in ("staged", "auto"):
+        raise ValueError(
+            "tune simulates the staged schedule, for groups of one replica per process: got "
+            f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
+            "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
+        )
+    if not caps_mb:
+        raise ValueError("caps_mb must hold at least one cap to choose from.")
+
+    caps = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb") if name in options}
+    alone = group.subgroup([group.rank])
+
+    def made(group: Group, cap_mb: float) -> tuple[TrainStep, Run]:
+        step = train_step(
+            loss_fn,
+            optimizer,
+            group=group,
+            has_aux=has_aux,
+            **options | {"schedule": "staged", "bucket_cap_mb": cap_mb},
+        )
+        state = step.init(params, model_state=model_state, rng=rng)
+        return step, lambda: step.measure(state, [batch] * steps)
+
+    link = measure_link(group)
+    finest, run_finest = made(alone, 0.0)
+    run_finest()  # settles the order of readiness
+    order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
+    plans = _different({cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb})
+    middle = list(plans)[len(plans) // 2]
+    runs = _in_turn(group, run_finest, made(alone, middle)[1], made(group, middle)[1])
+    (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
+    pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
+    tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
+
+    def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
+        nbytes = wire_bytes(plan, tail)
+        stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
+        line = simulate(stages, [link.seconds(n) for n in nbytes], busy.update, pace)
+        return Candidate(cap_mb, stages, nbytes, line.seconds + busy.idle)
+
+    candidates = tuple(candidate(cap, plan) for cap, plan in plans.items())
+    best = min(candidates, key=lambda one: one.predicted_s)
+    (check,) = _in_turn(group, made(group, best.bucket_cap_mb)[1])
+    return Tuning(group.size, link, pace, busy.update, busy.idle, candidates, best, typical(group, check).seconds)
+
+
+def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tuning:
+    """Tunes a model by name, under SGD and with made-up rows: what the command line calls.
+
+    Args:
+      module: has `PRESETS`, `init(model, key, batch)`, `batch(model, rows, seed)` and `loss_fn(model)`, as models/.
+      preset: one of its `PRESETS`.
+      rows: of each process.
+      **options: of `tune`.
+
+    Returns:
+      The tuning.
+
+    Raises:
+      ValueError: there is no such preset.
+    """
+    if preset not in module.PRESETS:
+        raise ValueError(f"{module.__name__} has presets {', '.join(module.PRESETS)}, got {preset!r}.")
+    model, group = module.PRESETS[preset], options.pop("group", None) or init()
+    batch = module.batch(model, rows, group.rank)
+    params, model_state = module.init(model, jax.random.key(0), batch)
+    loss, sgd = module.loss_fn(model), optax.sgd(1e-3)
+    return tune(loss, sgd, params, batch, group=group, has_aux=True, model_state=model_state, **options)
+
+
+def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS) -> Link:
+    """Measures all-reduces as the staged schedule sends them, while nothing else runs.
+
+    They leave in rows, one right after the other: buffers on the way (of sockets, of a switch that shapes traffic) take
+    a single message of some 100 KiB at no cost, and a step's traffic not.
+
+    Args:
+      group: replicas, one per process.
+      nbytes: sizes of the arrays, at least two.
+      rounds: how many rows of each are sent; the median counts.
+
+    Returns:
+      The link, the same on every rank.
+    """
+    member = group.member
+
+    def seconds(size: int) -> float:
+        wire = member.place(np.ones(size // 4, np.float32), member.own)
+        row, times = max(2, LINK_ROW_BYTES // size), []
+        for _ in range(rounds + 1):
+            group.barrier()
+            start = perf_counter()
+            for _ in range(row):
+                jax.block_until_ready(member.reduce(wire))
+            times.append((perf_counter() - start) / row)
+        return median(times[1:])  # the first one compiles
+
+    # Who comes last to an all-reduce does not wait in it: the least of all ranks is what it takes.
+    return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
+
+
+def _different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
+    """One cap, the smallest, for each plan."""
+    smallest = {plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda one: -one[0])}
+    return {cap: plans[cap] for cap in sorted(smallest.values())}
+
+
+def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: float) -> Pace:
+    """The mean over ranks; who comes first to an all-reduce waits in it for the others, which is no traffic."""
+    took = np.array([[span.seconds for span in step.timeline.communication] for step in steps])
+    waited = np.sum(took - group.all_reduce(took, op="min"), axis=1)
+    paces = [
+        observed_pace(step.timeline, stages + step.timeline.compute[-1].seconds, sends + wait)
+        for step, wait in zip(steps, waited.tolist())
+    ]
+    return Pace(*(group.all_reduce(np.median(np.array(paces), axis=0)) / group.processes).tolist())
+
+
+def _in_turn(group: Group, *runs: Run) -> list[list[MeasuredStep]]:
+    """Steps of several runs, a few at a time, so that a slow moment of the machine hits all alike."""
+    found: list[list[MeasuredStep]] = [[] for _ in runs]
+    for _ in range(TURNS):
+        for steps, run in zip(found, runs):
+            group.barrier()
+            steps += run().steps
+    return found

@@ -1,0 +1,240 @@
+"""Where a step's time went: `fddp.measurement`, `fddp.profile`, `fddp.logbook`, checked on steps with known spans."""
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp.measurement import MeasuredStep, Measurement
+from fddp.profile import read_steps
+from fddp.timeline import Span, Timeline
+
+
+def compute(start: float, end: float) -> Span:
+    return Span("compute", "stage", start, end)
+
+
+def send(start: float, end: float) -> Span:
+    return Span("communication", "bucket", start, end, 400)
+
+
+# 10 s: idle for 1, then 5 of computing, 3 of sending of which 1 lies under it, an update of 1, idle again for 1.
+SPANS = (compute(101, 104), compute(104, 106), send(105, 107), send(107, 108), compute(108, 109))
+BY_HAND = Measurement((MeasuredStep(100, 110, Timeline(SPANS)),))
+
+
+def three_layers(params: Any, batch: Any) -> jax.Array:
+    hidden = batch
+    for name in ("a", "b", "c"):
+        hidden = jnp.tanh(hidden @ params[name])
+    return jnp.mean(hidden**2)
+
+
+PARAMS = {name: np.full((16, 16), 0.1, np.float32) for name in ("a", "b", "c")}
+
+
+def trained(group: fddp.Group, steps: int, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState, Any]:
+    """A step that trained on three layers, its state and a batch."""
+    step = fddp.train_step(three_layers, optax.sgd(0.1), group=group, bucket_cap_mb=0, **options)
+    state, batch = step.init(PARAMS), np.ones((2 * group.size, 16), np.float32)
+    for _ in range(steps):
+        state, _ = step(state, batch)
+    return step, state, batch
+
+
+### By hand
+
+
+def test_compute_non_compute_and_idle_share_the_step():
+    shares = (BY_HAND.compute_percent, BY_HAND.non_compute_percent, BY_HAND.idle_percent)
+    assert shares == (60, 20, 20)
+
+
+def test_overlap_is_the_share_of_the_traffic_and_overhead_what_the_rest_of_it_costs():
+    assert BY_HAND.overlap_percent == pytest.approx(100 / 3)
+    assert BY_HAND.overhead_percent == 100 * 2 / 8
+    assert (BY_HAND.all_reduces, BY_HAND.all_reduce_ms) == (2, 3000)
+
+
+def test_shares_are_of_all_steps_together():
+    quiet = MeasuredStep(0, 30, Timeline((compute(0, 30),)))
+    both = Measurement((*BY_HAND.steps, quiet))
+    assert (both.compute_percent, both.non_compute_percent, both.idle_percent) == (90, 5, 5)
+    assert (both.step_ms, both.all_reduce_ms, both.all_reduces) == (20_000, 1500, 2)
+
+
+def test_a_step_without_traffic_overlaps_nothing_and_has_no_overhead():
+    alone = Measurement((MeasuredStep(0, 1, Timeline((compute(0, 1),))),))
+    assert (alone.overlap_percent, alone.overhead_percent, alone.all_reduces) == (0, 0, 0)
+
+
+def test_the_table_names_each_share():
+    lines = str(BY_HAND).splitlines()
+    assert lines[0] == "1 steps, 10000.00 ms each (median)"
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        *("compute", "non-compute", "idle", "overlap", "communication overhead", "all-reduces")
+    ]
+    assert "60.0%" in lines[1]
+
+
+def test_the_trace_is_json_with_every_span_in_microseconds_from_the_first_step(tmp_path):
+    events = json.loads(BY_HAND.trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [(rows[e["tid"]], e["ts"], e["dur"], e["args"]["bytes"]) for e in events if e["ph"] == "X"]
+    assert spans[0] == ("step", 0, 10e6, 0)
+    assert sorted(spans[1:]) == [
+        ("communication", 5e6, 2e6, 400),
+        ("communication", 7e6, 1e6, 400),
+        ("compute", 1e6, 3e6, 0),
+        ("compute", 4e6, 2e6, 0),
+        ("compute", 8e6, 1e6, 0),
+    ]
+
+
+def test_the_picture_is_a_png(tmp_path):
+    assert BY_HAND.picture(tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+### In a profile
+
+
+def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> SimpleNamespace:
+    """A plane of a profile: events by name, start and end in seconds, and stats."""
+    made = [
+        SimpleNamespace(name=n, start_ns=1e9 * a, duration_ns=1e9 * (b - a), stats=s.items()) for n, a, b, s in events
+    ]
+    return SimpleNamespace(name=name, lines=[SimpleNamespace(events=made)])
+
+
+def op(name: str, device: int = 0) -> dict[str, Any]:
+    return {"hlo_op": name, "device_ordinal": device}
+
+
+def test_a_profile_of_cpu_devices_is_read_for_the_first_of_them():
+    host = plane(
+        "/host:CPU",
+        ("fddp step", 0, 10, {}),
+        ("dot.1", 1, 3, op("dot.1")),
+        ("dot.1", 2, 9, op("dot.1", 1)),
+        ("while.2", 3, 8, op("while.2")),
+        ("psum.7", 3, 5, op("psum.7")),
+        ("Rendezvous", 3, 5, {}),
+        ("dot.1", 12, 13, op("dot.1")),  # of no step
+    )
+    ((window, line),) = read_steps([host])
+    assert window == (0, 10)
+    assert [(span.kind, span.name, span.start, span.end) for span in line.spans] == [
+        ("compute", "dot.1", 1, 3),
+        ("communication", "psum.7", 3, 5),
+    ]
+
+
+def test_a_profile_of_accelerators_is_read_from_their_planes():
+    host = plane("/host:CPU", ("fddp step", 0, 10, {}), ("launch", 0, 1, op("gemm")))
+    second = plane("/device:GPU:1", ("gemm_kernel", 1, 9, {"hlo_op": "gemm"}))
+    first = plane(
+        "/device:GPU:0",
+        ("gemm_kernel", 1, 5, {"hlo_op": "gemm"}),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 6, {"hlo_op": "all-reduce-start"}),
+    )
+    ((_, line),) = read_steps([host, second, first])
+    assert (line.computing, line.communicating, line.exposed) == (4, 4, 1)
+
+
+### Of real steps
+
+
+def spans_within(step: MeasuredStep) -> bool:
+    return all(step.start <= span.start <= span.end <= step.end for span in step.timeline.spans)
+
+
+@pytest.mark.parametrize("schedule", ["staged", "after"])
+def test_a_measured_step_sends_each_bucket_once_and_ends_with_its_update(group, schedule):
+    step, state, batch = trained(group(2), 0, schedule=schedule)
+    found = step.measure(state, [batch] * 3)
+    assert len(found.steps) == 3
+    for one in found.steps:
+        assert spans_within(one)
+        assert [span.name for span in one.timeline.communication] == ["bucket 0", "bucket 1", "bucket 2"]
+        assert one.timeline.compute[-1].name == "update"
+        assert one.timeline.compute[-1].end == one.end
+    total = found.compute_percent + found.non_compute_percent + found.idle_percent
+    assert total == pytest.approx(100)
+    assert 0 <= found.overlap_percent <= 100
+
+
+def test_a_fused_step_is_seen_by_the_profiler(group):
+    step, state, batch = trained(group(2), 0, schedule="fused")
+    found = step.measure(state, [batch] * 2)
+    assert len(found.steps) == 2
+    assert found.all_reduces == len(step.plan.buckets) == 3
+    for one in found.steps:
+        assert spans_within(one)
+        assert len(one.timeline.communication) == 3
+        assert one.timeline.computing > 0
+
+
+def test_measuring_changes_nothing_of_the_training(group):
+    step, state, batch = trained(group(2), 1)
+    before = jax.tree.map(np.asarray, state.params)
+    step.measure(state, [batch])
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), before, state.params))
+    state, _ = step(state, batch)  # its memory was not given away
+    _, alone, _ = trained(group(2), 2)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), state.params, alone.params))
+
+
+def test_there_must_be_something_to_measure(group):
+    step, state, _ = trained(group(1), 0)
+    with pytest.raises(ValueError, match="nothing to measure"):
+        step.measure(state, [])
+
+
+### What DDP logs
+
+
+def invariants(stats: fddp.Stats) -> Sequence[bool]:
+    """What PyTorch's own tests claim of its logging data."""
+    times = (
+        stats.avg_backward_compute_comm_overlap_time,
+        stats.avg_backward_compute_time,
+        stats.avg_backward_comm_time,
+        stats.avg_first_stage_time,
+    )
+    overlap, backward, sent, first = (time if time is not None else np.nan for time in times)
+    return [overlap <= backward, overlap <= sent, first > 0, sent > 0]
+
+
+@pytest.mark.parametrize("schedule", ["staged", "after"])
+def test_overlap_is_neither_longer_than_the_backward_pass_nor_than_the_traffic(group, schedule):
+    step, _, _ = trained(group(2), 4, schedule=schedule)
+    assert all(invariants(step.stats()))
+
+
+def test_gradients_of_three_layers_become_ready_in_the_reverse_order(group):
+    step, _, _ = trained(group(2), 2)
+    assert step.stats().grad_ready_order == ("c", "b", "a")
+
+
+def test_stats_tell_what_the_step_is(group):
+    stats = trained(group(4), 3)[0].stats()
+    assert (stats.world_size, stats.rank, stats.backend_name, stats.iteration) == (4, 0, "local", 3)
+    assert (stats.num_parameter_tensors, stats.total_parameter_size_bytes) == (3, 3 * 1024)
+    assert (stats.bucket_cap_bytes, stats.bucket_sizes) == (0, (1024, 1024, 1024))
+    assert (stats.find_unused_parameters, stats.broadcast_buffers) == (False, True)
+
+
+def test_times_are_none_where_only_a_profiler_sees_them_and_before_a_step_that_did_not_compile(group):
+    for step in (trained(group(2), 3, schedule="fused")[0], trained(group(2), 1, schedule="staged")[0]):
+        stats = step.stats()
+        assert stats.avg_first_stage_time is None
+        assert stats.avg_backward_compute_time is None
+        assert stats.avg_backward_comm_time is None
+        assert stats.avg_backward_compute_comm_overlap_time is None

@@ -1,0 +1,65 @@
+"""Steps on more replicas than there are: `fddp.scaling`, against values by hand and the shape of the paper's."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fddp.link import Link
+from fddp.scaling import hop_of, project, ring, tree
+
+HOP = Link(latency_s=0.001, bytes_per_s=1e9)
+MB = 10**6
+
+
+def test_a_ring_sends_nearly_twice_the_array_and_two_messages_per_other_replica():
+    assert ring(HOP, 100 * MB, 2) == pytest.approx(2 * 0.001 + 0.1)
+    assert ring(HOP, 100 * MB, 256) == pytest.approx(510 * 0.001 + 0.2 * 255 / 256)
+
+
+def test_a_tree_pays_the_latency_of_its_depth():
+    assert tree(HOP, 100 * MB, 256) == pytest.approx(2 * 8 * 0.001 + 0.2)
+    assert tree(HOP, 0, 4096) < ring(HOP, 0, 4096) / 100
+
+
+@pytest.mark.parametrize("algorithm", [ring, tree])
+def test_one_replica_sends_nothing(algorithm):
+    assert algorithm(HOP, MB, 1) == 0
+
+
+@given(st.sampled_from([ring, tree]), st.integers(2, 512), st.floats(0, 1e9))
+def test_the_hop_of_an_all_reduce_makes_that_all_reduce_again(algorithm, replicas, nbytes):
+    link = Link(0.003, 2e8)
+    assert algorithm(hop_of(link, replicas, algorithm), nbytes, replicas) == pytest.approx(link.seconds(nbytes))
+
+
+def test_a_single_replica_says_nothing_of_a_link():
+    with pytest.raises(ValueError, match="1 replica"):
+        hop_of(HOP, 1)
+
+
+def test_a_projection_simulates_the_step_with_the_algorithms_all_reduces():
+    # All-reduces among four: 2·3·(0 + 10/4/10) = 1.5 s each. Stages end at 2 and 3; sent 2–3.5 and 3.5–5; update 1 s.
+    (one,) = project([2.0, 1.0], [10, 10], Link(0.0, 10.0), update=1.0, replicas=[4])
+    assert (one.step_s, one.exposed_s, one.efficiency) == (6.0, 2.0, 4 / 6)
+
+
+def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out_until_latency_counts():
+    """Fig. 9 of the paper: iterations get longer from 1 to 256 replicas, though each sends hardly more from 16 on."""
+    steps = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
+    assert steps == sorted(steps)
+    assert steps[0] == pytest.approx(0.2)
+    early, late = steps[3] - steps[1], steps[8] - steps[6]  # 2 → 8 replicas, 64 → 256
+    assert late < early / 5
+    slow = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-3, 5e8))]
+    assert slow[9] > 2 * 4095 * 1e-3 * 4  # 4,096 replicas: four buckets' latencies alone
+
+
+def test_a_model_with_more_bytes_per_second_of_computation_suffers_more():
+    """As BERT does beside ResNet-50 in the paper's Fig. 9."""
+    small, large = (project([0.1] * 4, [size] * 4, Link(1e-5, 5e8), replicas=[256])[0] for size in (25 * MB, 110 * MB))
+    assert large.efficiency < small.efficiency < 1
+
+
+def test_a_hidden_traffic_costs_nothing_at_any_scale():
+    for one in project([1.0, 1.0], [1000, 1], Link(1e-9, 1e12), replicas=[2, 4096]):
+        assert one.efficiency > 0.999

@@ -1,0 +1,110 @@
+"""Which bucket cap is best: `fddp.tuning` and `fddp.regrouping` by hand, and tunings of small networks."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp.link import Link
+from fddp.measurement import MeasuredStep
+from fddp.plan import make_plan
+from fddp.regrouping import Typical, joined, total_seconds, typical, wire_bytes
+from fddp.timeline import Pace, Span, Timeline
+from fddp.tuning import Candidate, Tuning, tune_model
+from models import mlp
+
+ORDER = [2, 0, 1]  # leaf 2 is ready first
+FINE = [3.0, 2.0, 1.0]
+
+
+def plan_of(*groups, dtype=np.float32):
+    """Leaves of 1, 2 and 3 floats, and a plan with these groups: by caps that close a bucket exactly there."""
+    tree = [np.zeros(1 + i, dtype) for i in range(3)]
+    return make_plan(tree, order=[i for group in groups for i in group], bucket_cap_mb=0 if len(groups) == 3 else 25)
+
+
+def test_a_bucket_is_ready_when_the_last_of_its_leaves_is():
+    assert joined(FINE, ORDER, plan_of([2], [0], [1]), total=6) == (3, 2, 1)
+    assert joined(FINE, ORDER, plan_of([2, 0, 1]), total=6) == (6,)
+
+
+def test_buckets_of_another_order_wait_for_the_later_leaf():
+    # Leaf 1 first: it is ready after 6 s, and by then the others are as well.
+    assert joined(FINE, ORDER, plan_of([1], [0], [2]), total=6) == (6, 0, 0)
+
+
+def test_stages_scale_to_what_a_cut_into_so_many_takes():
+    assert joined(FINE, ORDER, plan_of([2], [0], [1]), total=12) == (6, 4, 2)
+
+
+def test_a_tail_that_travels_alone_leaves_with_the_end():
+    assert joined([*FINE, 0.5], ORDER, plan_of([2, 0, 1]), total=6.5) == (6, 0.5)
+
+
+def test_the_tail_rides_behind_the_last_bucket_or_alone():
+    assert wire_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
+    assert wire_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
+
+
+def test_each_further_stage_costs_what_two_cuts_say():
+    # 11 stages take 20 s, 3 stages 12 s: one second each.
+    fine, coarse = (Typical((total / n,) * n, (), 0, 0, 0) for n, total in ((11, 20.0), (3, 12.0)))
+    assert [round(total_seconds(fine, coarse, n), 9) for n in (1, 3, 7, 11)] == [10, 12, 16, 20]
+    assert total_seconds(coarse, coarse, 3) == pytest.approx(12)
+
+
+def test_a_typical_step_is_made_of_medians(group):
+    def step(stage, sent, end):
+        spans = (Span("compute", "stage 0", 1, 1 + stage), Span("communication", "bucket 0", 5, 5 + sent, 8))
+        return MeasuredStep(0, end, Timeline((*spans, Span("compute", "update", 9, 10))))
+
+    steps = [step(1, 1, 10), step(2, 1, 11), step(4, 1, 30)]
+    # Idle: 10 - 1 - 1 - 1, 11 - 2 - 1 - 1, 30 - 4 - 1 - 1.
+    assert typical(group(1), steps) == Typical((2,), (8,), 1, 7, 11)
+
+
+def two_layers(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
+
+
+def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
+    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
+    tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), group=group(1), steps=2)
+    # 160 bytes are one bucket under any cap but 0: of all these caps the smallest is named.
+    assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [(0, 2), (0.25, 1)]
+    assert tuning.best.predicted_s == min(one.predicted_s for one in tuning.candidates)
+    assert tuning.measured_s > 0
+    assert "best" in str(tuning)
+
+
+def test_what_only_a_fused_step_can_run_is_refused(group):
+    with pytest.raises(ValueError, match="2 replicas in 1 processes"):
+        fddp.tune(two_layers, optax.sgd(0.1), {}, None, group=group(2))
+    with pytest.raises(ValueError, match="schedule='fused'"):
+        fddp.tune(two_layers, optax.sgd(0.1), {}, None, group=group(1), schedule="fused")
+
+
+def test_a_model_is_tuned_by_its_name(group):
+    tuning = tune_model(mlp, "tiny", rows=4, group=group(1), caps_mb=[0, 1], steps=1)
+    assert [len(one.nbytes) for one in tuning.candidates] == [6, 1]
+    with pytest.raises(ValueError, match="presets tiny, 1024, got 'huge'"):
+        tune_model(mlp, "huge", group=group(1))
+
+
+### What follows for other numbers of replicas
+
+BEST = Candidate(1.0, (2.0, 1.0), (10, 10), predicted_s=5.0)
+BY_HAND = Tuning(2, Link(0.0, 10.0), Pace(), 0.25, 0.75, (BEST,), BEST, measured_s=4.0)
+
+
+def test_a_tuning_knows_how_far_it_was_off():
+    assert BY_HAND.deviation == 0.25
+    assert "bucket_cap_mb=1: measured 4000.0 ms, predicted +25.0%" in str(BY_HAND)
+
+
+def test_a_tuning_at_scale_predicts_what_was_measured_where_it_was_measured():
+    # Two replicas: sent 2–3 and 3–4 s, then an update and idling of 1 s. Many: all-reduces of nearly 2 s each.
+    two, many = BY_HAND.at_scale([2, 10**6])
+    assert (two.step_s, two.efficiency) == (5, 0.8)
+    assert many.step_s == pytest.approx(7, abs=1e-4)
