@@ -1,4 +1,4 @@
-"""python -m fddp: look at a step before it runs."""
+"""python -m fddp: look at a step before it runs, and while it does."""
 
 import argparse
 import os
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 
 import fddp
 from fddp.doctor import examine
 from fddp.targets import read_target
-from fddp.workload import read_workload
+from fddp.tuning import tune_model
+from fddp.workload import read_model, read_workload
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
 
@@ -25,13 +27,15 @@ def main(words: Sequence[str]) -> int:
     Returns:
       The exit status: 0; 1 where something is wrong with the step or the installation; 2 for a wrong command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m fddp", description="Look at a data-parallel step before it runs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fddp", description="Look at a data-parallel step, before it runs and while it does."
+    )
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add in (add_plan, add_audit, add_doctor):
+    for add in (add_plan, add_audit, add_measure, add_tune, add_doctor):
         add(commands)
     chosen = parser.parse_args(words)
-    # Nothing here runs on a device, and a GPU that others use is left alone.
-    if "JAX_PLATFORMS" not in os.environ and chosen.run is not run_doctor:
+    # These run nothing on a device, and a GPU that others use is left alone.
+    if "JAX_PLATFORMS" not in os.environ and chosen.run in (run_plan, run_audit):
         jax.config.update("jax_platforms", "cpu")
     try:
         return chosen.run(chosen)
@@ -81,6 +85,48 @@ def run_audit(chosen: argparse.Namespace) -> int:
     if chosen.picture:
         report.picture(chosen.picture)
     return 1 if report.problems() else 0
+
+
+### measure and tune: where the time goes, and which bucket cap is best here; alone or under mpirun
+
+
+def add_measure(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("measure", help="run a step and tell where its time goes; also under mpirun")
+    _add_model(parser)
+    parser.add_argument("--steps", type=int, default=10, help="how many steps to measure (default 10)")
+    parser.add_argument("--trace", metavar="FILE", help="write the steps for ui.perfetto.dev")
+    parser.add_argument("--picture", metavar="FILE", help="draw a typical step")
+    parser.set_defaults(run=run_measure)
+
+
+def run_measure(chosen: argparse.Namespace) -> int:
+    module, preset = read_model(chosen.model)
+    model, group = module.PRESETS[preset], fddp.init()
+    batch = module.batch(model, chosen.rows * group.size // group.processes, group.rank)
+    params, model_state = module.init(model, jax.random.key(0), batch)
+    step = fddp.train_step(module.loss_fn(model), optax.adamw(1e-3), group=group, has_aux=True, **_caps(chosen))
+    measured = step.measure(step.init(params, model_state=model_state), [batch] * chosen.steps)
+    if group.rank == 0:
+        print(measured)
+        for path, write in ((chosen.trace, measured.trace), (chosen.picture, measured.picture)):
+            if path:
+                write(path)
+    return 0
+
+
+def add_tune(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("tune", help="find the best bucket cap on these hosts; under mpirun, one replica each")
+    parser.add_argument("model", help="module:preset, models.resnet:50 say")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a replica (default 8)")
+    parser.set_defaults(run=run_tune)
+
+
+def run_tune(chosen: argparse.Namespace) -> int:
+    group = fddp.init()
+    tuning = tune_model(*read_model(chosen.model), chosen.rows, group=group)
+    if group.rank == 0:
+        print(tuning)
+    return 0
 
 
 ### doctor: what works here

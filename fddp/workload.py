@@ -45,14 +45,33 @@ class Workload(NamedTuple):
 
 
 def read_workload(name: str, rows: int) -> Workload:
-    """Finds a model by name; nothing is computed but the synthetic batch.
+    """Finds a model by name, as shapes; nothing is computed but the synthetic batch.
 
     Args:
-      name: module:preset, "models.gpt:tiny"; the module is looked for in the current folder too.
+      name: module:preset, "models.gpt:tiny".
       rows: rows of the batch, over all replicas.
 
     Returns:
       The workload.
+
+    Raises:
+      ValueError: as `read_model`.
+    """
+    module, preset = read_model(name)
+    model = module.PRESETS[preset]
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows))
+    params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
+    return Workload(name, module.loss_fn(model), params, model_state, batch)
+
+
+def read_model(name: str) -> tuple[Any, str]:
+    """Finds a module that offers models, and one of its presets.
+
+    Args:
+      name: module:preset, "models.gpt:tiny"; the module is looked for in the current folder too.
+
+    Returns:
+      The module and the preset's name.
 
     Raises:
       ValueError: there is no such module or preset, or the module lacks something.
@@ -71,7 +90,4 @@ def read_workload(name: str, rows: int) -> Workload:
         raise ValueError(f"{path} has no {', '.join(missing)}; a model's module offers {', '.join(NEEDED)}.")
     if preset not in module.PRESETS:
         raise ValueError(f"{path} has the presets {', '.join(module.PRESETS)}, none is {preset!r}.")
-    model = module.PRESETS[preset]
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows))
-    params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
-    return Workload(name, module.loss_fn(model), params, model_state, batch)
+    return module, preset

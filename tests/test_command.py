@@ -1,6 +1,8 @@
 """`python -m fddp`, as a newcomer meets it."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
+
+
+def alone() -> dict[str, str]:
+    """The environment of a shell: one device."""
+    return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
 
 
 def test_plan_prints_the_plan_that_a_step_settles_on(group, capsys):
@@ -42,6 +49,21 @@ def test_audit_prints_a_table_and_draws_a_picture(capsys, tmp_path):
     # Problems decide the exit status, so that a script or CI can rely on it.
     assert status == (1 if "problem: " in printed else 0)
     assert picture.stat().st_size > 0
+
+
+def test_measure_prints_a_table_and_writes_a_trace(capsys, tmp_path):
+    trace = tmp_path / "steps.json"
+    assert main(["measure", "models.mlp:tiny", "--steps", "3", "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("3 steps") and "overlap" in printed and "all-reduces" in printed
+    assert json.loads(trace.read_text())
+
+
+def test_tune_prints_a_prediction_for_each_cap_and_what_the_best_took():
+    words = [sys.executable, "-m", "fddp", "tune", "models.mlp:tiny"]
+    run = subprocess.run(words, cwd=ROOT, env=alone(), capture_output=True, text=True, check=True)
+    assert "an all-reduce takes" in run.stdout and run.stdout.count("best") == 1
+    assert re.search(r"bucket_cap_mb=[\d.]+: measured [\d.]+ ms, predicted", run.stdout)
 
 
 def test_doctor_names_what_is_here(capsys):
@@ -69,7 +91,7 @@ def test_a_wrong_word_is_an_error_of_one_line(words, told, capsys):
 
 
 def test_the_command_starts_quietly_and_explains_itself():
-    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    env = {name: value for name, value in alone().items() if name != "JAX_PLATFORMS"}
     for words in (["--help"], ["doctor"]):
         run = subprocess.run(
             [sys.executable, "-m", "fddp", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True

@@ -105,6 +105,19 @@ def test_three_and_three_steps_are_six_bit_for_bit(make, tmp_path, schedule):
 
 
 @SCHEDULES
+def test_what_a_hook_remembers_is_saved_too(make, tmp_path, schedule):
+    step, other = (make(schedule, hook=fddp.hooks.topk(0.25)) for _ in range(2))
+    state, _ = step(start(step), single(ROWS[0]))
+    assert all(np.any(left) for left in jax.tree.leaves(state.hook_state))
+    save(tmp_path / "state", state)
+    again = restore(tmp_path / "state", fresh(other))
+    same_bits(again, state)
+    for x in single(ROWS[1:3]):
+        (state, info), (again, told) = step(state, x), other(again, x)
+        same_bits((again, told), (state, info))
+
+
+@SCHEDULES
 def test_pending_gradients_are_saved_too(make, tmp_path, schedule):
     step = make(schedule)
     state, _ = step(start(step), single(ROWS[0]))

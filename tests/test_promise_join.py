@@ -1,0 +1,102 @@
+"""The promise of `join`: ranks that have run out of data count for nothing, on every schedule.
+
+PyTorch's test_ddp_uneven_inputs and test_ddp_grad_div_uneven_inputs. Here the replicas are devices of one process and
+the batches those that `fddp.join` yields; that real ranks agree on when to end is tested in `promise_claims.py`.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+
+REPLICAS, ROWS = 4, 6
+SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+RNG = np.random.default_rng(9)
+W = RNG.normal(size=(3,))
+BATCH = RNG.normal(size=(REPLICAS * ROWS, 3))
+
+
+def loss(w: Any, x: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ w) - 1) ** 2)
+
+
+def joined(active: list[int], divide_by_all: bool) -> fddp.Joined:
+    """What ranks yield of which these have data."""
+    share = np.repeat(np.isin(np.arange(REPLICAS), active).astype(np.float32), ROWS)
+    return fddp.Joined(BATCH, share, np.ones_like(share) if divide_by_all else share)
+
+
+def parts(active: list[int]) -> list[np.ndarray]:
+    return [BATCH.reshape(REPLICAS, ROWS, 3)[k] for k in active]
+
+
+@SCHEDULES
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("active", [[0, 1, 2, 3], [1, 3], [2], []], ids=str)
+def test_gradients_are_those_of_active_ranks_over_all_ranks_or_over_the_active_ones(
+    group, x64, schedule, steps, active
+):
+    f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, accumulation_steps=steps)
+    values = [jax.value_and_grad(loss)(W, part) for part in parts(active)]
+    for divide_by_all, divisor in ((True, REPLICAS), (False, max(len(active), 1))):
+        got = f(W, joined(active, divide_by_all))
+        for x, expected in zip(got, [sum(v[k] for v in values) / divisor for k in (0, 1)]):
+            np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-12)
+
+
+@SCHEDULES
+def test_no_sync_goes_on_while_some_ranks_are_done(group, x64, schedule):
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(REPLICAS), schedule=schedule)
+    state, _ = step.no_sync(step.init(W), joined([0, 1, 2, 3], False))
+    state, _ = step(state, joined([3], False))
+    grads = [jax.grad(loss)(W, part) for part in parts([0, 1, 2, 3, 3])]
+    np.testing.assert_allclose(state.params, W - sum(grads) / 5, rtol=1e-9)
+
+
+@SCHEDULES
+def test_a_hook_and_join_go_together(group, schedule):
+    f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, hook=fddp.hooks.bf16())
+    _, grads = f(np.float32(W), joined([1, 3], False)._replace(rows=np.float32(BATCH)))
+    expected = sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in parts([1, 3])) / 2
+    np.testing.assert_allclose(grads, expected, rtol=2**-6, atol=2**-8 * float(np.abs(expected).max()))
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        norm = fddp.BatchNorm(use_running_average=False, momentum=0.0, axis_name="replica", param_dtype=jnp.float64)
+        return norm(nn.Dense(4, param_dtype=jnp.float64)(x))
+
+
+def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
+    """Those of ranks that are done as well: they are a batch like any other, whose loss does not count."""
+    model = Normed()
+    variables: Any = model.init(jax.random.key(0), BATCH)
+
+    def normed(params: Any, x: Any, *, model_state: Any) -> Any:
+        y, new = model.apply({"params": params, **model_state}, x, mutable=["batch_stats"])
+        return jnp.mean(y[:, 0] ** 3 + y[:, 1]), (dict(new), None)
+
+    start = {"batch_stats": variables["batch_stats"]}
+    f = fddp.value_and_grad(normed, group=group(REPLICAS))
+    active = [0, 2]
+    (_, (new, _)), grads = f(variables["params"], joined(active, False), model_state=start)
+
+    def by_hand(params: Any) -> Any:
+        hidden = BATCH @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]
+        y = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5)
+        y = y * params["BatchNorm_0"]["scale"] + params["BatchNorm_0"]["bias"]
+        counted = y.reshape(REPLICAS, ROWS, 4)[np.array(active)]
+        return jnp.mean(counted[..., 0] ** 3 + counted[..., 1])
+
+    expected = jax.grad(by_hand)(variables["params"])
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)  # noqa: E731
+    jax.tree.map(close, grads, expected)
+    hidden = BATCH @ variables["params"]["Dense_0"]["kernel"] + variables["params"]["Dense_0"]["bias"]
+    close(new["batch_stats"]["BatchNorm_0"]["mean"], hidden.mean(0))
