@@ -47,6 +47,8 @@ class Member(NamedTuple):
     """Spec of what every replica has for itself: concatenated over replicas along dim 0."""
     share: int
     """Of how many replicas such an array holds the rows."""
+    crowded: bool
+    """Whether several devices of this process share its cores: one step must then end before the next begins."""
     view: AbstractMesh
     """The mesh as the function of a replica of several devices sees it: XLA partitions along the other axes."""
     spec: Callable[[Any], PartitionSpec]
@@ -150,6 +152,8 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         axis_name=axis_name,
         own=own,
         share=mesh.shape[axis_name],
+        # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
+        crowded=mesh.devices.flat[0].platform == "cpu" and mesh.size > len(_first_devices(mesh)),
         view=view,
         spec=spec,
         program=program,
@@ -215,6 +219,7 @@ def mpi_member(comm: Any) -> Member:
         axis_name=None,
         own=EVERYWHERE,
         share=1,
+        crowded=False,
         view=WHOLE,
         spec=lambda x: EVERYWHERE,
         program=program,

@@ -79,7 +79,8 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
     program = member.program(step, (EVERYWHERE, own, own, own), (EVERYWHERE, own), donate=(0, 2) if donate else ())
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        return program(state, pending, memory, member.feed(rows))
+        result = program(state, pending, memory, member.feed(rows))
+        return jax.block_until_ready(result) if member.crowded else result
 
     def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
         return program.lower(state, pending, memory, member.feed(rows))

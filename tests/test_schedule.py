@@ -12,7 +12,7 @@ import pytest
 import fddp
 from models import bert, gpt, mlp, resnet
 
-CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
+CAPS = {"bucket_cap_mb": 0.1, "first_bucket_mb": 0.02, "last_bucket_mb": 0.02}
 
 
 def problem(module, preset="tiny", rows=8):
