@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench.record import RESULTS, interleave, ratio, save, summary
-from bench.two_hosts import ask
+from bench.two_hosts import BACKENDS, ask
 from fddp.drawing import figure
 from fddp.link import Link, fit_link
 
@@ -32,7 +32,6 @@ NUMBERS = 8_000_000
 SMALL = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 SIZES = (*SMALL, 1_000_000, 2_000_000, 4_000_000, NUMBERS)
 MOST_CALLS = 400
-BACKENDS = ("gloo", "mpi")
 
 
 def main() -> None:

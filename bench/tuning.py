@@ -17,12 +17,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.record import RESULTS, save
-from bench.two_hosts import ask
+from bench.two_hosts import BACKENDS, ask
 from fddp.drawing import figure
 from fddp.link import Link
 from fddp.timeline import Pace
-
-BACKENDS = ("gloo", "mpi")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ NAMES = ("fddp-a", "fddp-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NETWORK = "10.77.0.0/24"
 PORT = 47011
+BACKENDS = ("gloo", "mpi")
 
 
 def main() -> None:
@@ -78,7 +79,7 @@ def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]]) -> Any
     with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "said.json"
         words = command(str(path))
-        jobs = {"gloo": start_gloo, "mpi": start_mpi}[backend](words, {"PYTHONPATH": str(Path(__file__).parents[1])})
+        jobs = (start_mpi if backend == "mpi" else start_gloo)(words, {"PYTHONPATH": str(Path(__file__).parents[1])})
         try:
             if any(job.wait(900) for job in jobs):
                 raise RuntimeError(f"{' '.join(words)} failed over {backend}; its error is above.")
