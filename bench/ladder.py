@@ -120,14 +120,12 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
 def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits for it."""
     send, finish = _sending(member, pieces, donate), _finish(member, pieces, donate)
-    cut: list[_Staged] = []
-    spans: list[Span] = []
+    cut, spans = list[_Staged](), list[Span]()
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         rows = member.place(rows, member.own)
-        if not cut:
-            cut.append(_compile(member, pieces, state, pending, rows))
-        (staged,) = cut
+        staged = cut[0] if cut else _compile(member, pieces, state, pending, rows)
+        cut[:] = [staged]
         values, sends, kept = dict(enumerate(jax.tree.leaves((state, pending, rows)))), list[Sent](), []
         spans.clear()
         for stage, program in zip(staged.stages, staged.programs):
