@@ -10,27 +10,23 @@ cap take turns, and the median over rounds of the slower rank is what counts.
 """
 
 import argparse
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.record import RESULTS, save
-from bench.two_hosts import start_gloo, start_mpi, two_hosts
+from bench.two_hosts import BACKENDS, ask
 from fddp.drawing import figure
 from fddp.link import Link
 from fddp.timeline import Pace
-
-START = {"gloo": start_gloo, "mpi": start_mpi}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
-    parser.add_argument("--backends", nargs="+", default=list(START), choices=list(START))
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="4 rounds, nothing is saved")
@@ -47,17 +43,8 @@ def main() -> None:
 
 def measure(name: str, backend: str, rate: str, rounds: int) -> dict[str, Any]:
     """Tunes a problem on two hosts and then runs every cap."""
-    with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds), str(path)]
-        jobs = START[backend](worker, {"PYTHONPATH": str(ROOT)})
-        try:
-            if any(job.wait(900) for job in jobs):
-                raise RuntimeError(f"tuning {name} over {backend} failed; its error is above.")
-        finally:
-            for job in jobs:
-                job.terminate()
-        found = json.loads(path.read_text())
+    worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds)]
+    found = ask(backend, rate, lambda path: [*worker, path])
     best = min(row["measured_ms"] for row in found["caps"])
     for row in found["caps"]:
         row["deviation"] = row["predicted_ms"] / row["measured_ms"] - 1

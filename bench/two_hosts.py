@@ -8,6 +8,7 @@ two cores. Needs root and iproute2.
 """
 
 import argparse
+import json
 import os
 import shutil
 import socket
@@ -15,14 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 NAMES = ("fddp-a", "fddp-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NETWORK = "10.77.0.0/24"
 PORT = 47011
+BACKENDS = ("gloo", "mpi")
 
 
 def main() -> None:
@@ -57,6 +60,33 @@ def two_hosts(rate: str) -> Iterator[None]:
         yield
     finally:
         _take_down()
+
+
+def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]]) -> Any:
+    """Runs a command on both hosts and returns what rank 0 had to say.
+
+    Args:
+      backend: "gloo" or "mpi".
+      rate: of the wire.
+      command: from the path of a file to the command whose rank 0 writes JSON there.
+
+    Returns:
+      What was written.
+
+    Raises:
+      RuntimeError: the command failed on a host.
+    """
+    with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "said.json"
+        words = command(str(path))
+        jobs = (start_mpi if backend == "mpi" else start_gloo)(words, {"PYTHONPATH": str(Path(__file__).parents[1])})
+        try:
+            if any(job.wait(900) for job in jobs):
+                raise RuntimeError(f"{' '.join(words)} failed over {backend}; its error is above.")
+        finally:
+            for job in jobs:
+                job.terminate()
+        return json.loads(path.read_text())
 
 
 def start_gloo(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:

@@ -1,0 +1,134 @@
+"""What do small messages cost? 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million numbers.
+
+    sudo .venv/bin/python bench/allreduce.py [--backends gloo mpi] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. One call after another, as the staged schedule's
+thread sends them, and nothing is computed meanwhile. All sizes take turns. Of the smallest messages 400 calls a turn
+are made, and the total is that of the 8 million numbers at their pace.
+
+Source: Li et al. (VLDB 2020), Fig. 2, which sends 60 million.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import fddp
+from bench.record import RESULTS, interleave, ratio, save, summary
+from bench.two_hosts import BACKENDS, ask
+from fddp.drawing import figure
+from fddp.link import Link, fit_link
+
+NUMBERS = 8_000_000
+SMALL = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+SIZES = (*SMALL, 1_000_000, 2_000_000, 4_000_000, NUMBERS)
+MOST_CALLS = 400
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # backend, path: this process is one of the hosts
+    args = parser.parse_args()
+    if args.rank:
+        backend, path = args.rank
+        return send(backend, path, args.rounds)
+    words = [sys.executable, __file__, "--rounds", str(3 if args.quick else args.rounds), "--rank"]
+    results = {
+        backend: ask(backend, args.rate, lambda path, backend=backend: [*words, backend, path])
+        for backend in args.backends
+    }
+    Console(width=100).print(table(results))
+    for backend, result in results.items():
+        print(f"{backend}: a call takes {Link(**result['link'])}")
+    if not args.quick:
+        print(save("allreduce", results))
+        print(picture(results))
+    return None
+
+
+def send(backend: str, path: str, rounds: int) -> None:
+    """One host's part."""
+    group = fddp.init(backend)
+
+    def calls(size: int) -> Callable[[], None]:
+        wire = group.member.place(np.ones(size, np.float32), group.member.own)
+
+        def run() -> None:
+            for _ in range(min(NUMBERS // size, MOST_CALLS)):
+                group.member.reduce(wire)
+
+        return run
+
+    turns = interleave({str(n): calls(n) for n in SIZES}, rounds=rounds, warm_up=1, pause=group.barrier)
+    slower = {n: group.all_reduce(turns[str(n)], op="max") for n in SIZES}
+    each = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
+    totals = {n: seconds * NUMBERS / n for n, seconds in each.items()}
+    if group.rank == 0:
+        said = {
+            "link": fit_link([4 * n for n in SIZES], [float(np.median(each[n])) for n in SIZES])._asdict(),
+            "numbers": NUMBERS,
+            "sizes": [
+                {
+                    "numbers_per_call": n,
+                    "calls": NUMBERS // n,
+                    "total": summary(totals[n]),
+                    "call": summary(each[n]),
+                    "to_one_call": ratio(totals[n], totals[NUMBERS]),
+                }
+                for n in SIZES
+            ],
+        }
+        Path(path).write_text(json.dumps(said))
+
+
+def table(results: dict[str, Any]) -> Table:
+    sheet = Table(title="all-reduce of 8 million float32: ms in all (quartiles), and as a multiple of one call")
+    for head in ("numbers a call", "calls", *(f"{backend}{what}" for backend in results for what in (" ms", " ×"))):
+        sheet.add_column(head, justify="right")
+    for rows in zip(*(result["sizes"] for result in results.values())):
+        cells = [f"{rows[0]['numbers_per_call']:,}", f"{rows[0]['calls']:,}"]
+        for row in rows:
+            total = row["total"]
+            quartiles = f"{total['quartile_1_ms']:.0f}–{total['quartile_3_ms']:.0f}"
+            cells += [f"{total['median_ms']:.0f} ({quartiles})", f"{row['to_one_call']['median']:.2f}"]
+        sheet.add_row(*cells)
+    return sheet
+
+
+def picture(results: dict[str, Any]) -> Path:
+    """Draws the total over the size of a call; quartiles as a band."""
+    drawing, (axis,) = figure(1, height=4)
+    for backend, result in results.items():
+        numbers = [row["numbers_per_call"] for row in result["sizes"]]
+        middle, low, high = (
+            [row["total"][name] / 1e3 for row in result["sizes"]]
+            for name in ("median_ms", "quartile_1_ms", "quartile_3_ms")
+        )
+        (line,) = axis.plot(numbers, middle, "o-", label=backend)
+        axis.fill_between(numbers, low, high, color=line.get_color(), alpha=0.2)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("float32 numbers in a call")
+    axis.set_title("seconds to all-reduce 8 million of them, between two hosts", loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    path = RESULTS / "allreduce.png"
+    drawing.savefig(path, dpi=100)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Where does the time of a step go, and what does overlap buy?
+
+    sudo .venv/bin/python bench/breakdown.py [--problems mlp resnet18 gpt] [--backends gloo mpi] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. The step whose traffic waits for the backward pass
+("after") and the one that overlaps ("staged") have the same buckets and take turns with a program of the forward pass
+alone. Shares are those of rank 0, medians over rounds, of the non-overlapped step.
+
+  forward        the forward pass alone, which "staged" is taken to need as well
+  backward       the rest of what is computed before the update; longer with overlap: traffic needs the core too
+  communication  all of it in "after"; in "staged" only what is exposed, when nothing is computed
+  optimizer      the update
+  idle           nothing computed or sent: Python, placing rows
+
+Source: Li et al. (VLDB 2020), Fig. 6.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import fddp
+from bench.problems import Problem, problem
+from bench.record import RESULTS, interleave, ratio, save, summary
+from bench.two_hosts import BACKENDS, ask
+from bench.watching import watch, way
+from fddp.drawing import figure
+from fddp.measurement import UPDATE, MeasuredStep
+
+CAP_MB = 4.0  # for the first and the last bucket, too
+PARTS = {
+    "forward": "#9db8d2",
+    "backward": "#5b8db8",
+    "communication": "#d98b3a",
+    "optimizer": "#7a9a5b",
+    "idle": "#d0d0d0",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    args = parser.parse_args()
+    if args.rank:
+        backend, name, path = args.rank
+        return train(backend, name, path, args.rounds)
+    words = [sys.executable, __file__, "--rounds", str(3 if args.quick else args.rounds), "--rank"]
+    results = {
+        f"{name}, {backend}": ask(backend, args.rate, lambda path, told=(backend, name): [*words, *told, path])
+        for name in args.problems
+        for backend in args.backends
+    }
+    Console(width=150).print(table(results))
+    if not args.quick:
+        print(save("breakdown", results))
+        print(picture(results))
+    return None
+
+
+def train(backend: str, name: str, path: str, rounds: int) -> None:
+    """One host's part."""
+    group = fddp.init(backend)
+    task = problem(name, seed=group.rank)
+    caps = {"bucket_cap_mb": CAP_MB, "first_bucket_mb": CAP_MB, "last_bucket_mb": CAP_MB}
+    ways = {schedule: way(task, group, schedule=schedule, **caps) for schedule in ("after", "staged")}
+    forward = interleave({"forward": forward_only(task)}, rounds=rounds, pause=group.barrier)["forward"]
+    measured, seconds = watch(ways, group, rounds=rounds)
+    if group.rank == 0:
+        ahead = float(np.median(forward))
+        whole = float(np.median([step.seconds for step in measured["after"].steps]))
+        said = {
+            "cap_mb": CAP_MB,
+            "all_reduces": len(ways["staged"].all_reduces),
+            "step": {schedule: summary(values) for schedule, values in seconds.items()},
+            "forward": summary(forward),
+            "staged / after": ratio(seconds["staged"], seconds["after"]),
+            "overlap_percent": measured["staged"].overlap_percent,
+            "parts": {
+                schedule: {part: value / whole for part, value in parts(found.steps, ahead).items()}
+                for schedule, found in measured.items()
+            },
+        }
+        Path(path).write_text(json.dumps(said))
+
+
+def forward_only(task: Problem) -> Any:
+    """The loss of this rank's rows, as a program of its own."""
+    buffers = {} if task.model_state is None else {"model_state": task.model_state}
+    program = jax.jit(lambda params, batch, buffers: task.loss_fn(params, batch, **buffers))
+    return lambda: program(task.params, task.batch, buffers)
+
+
+def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
+    """Seconds of a step by what they were spent on, medians over steps."""
+
+    def update(step: MeasuredStep) -> float:
+        return sum(span.seconds for span in step.timeline.compute if span.name == UPDATE)
+
+    def middle(values: list[float]) -> float:
+        return float(np.median(values))
+
+    return {
+        "forward": forward,
+        "backward": middle([step.timeline.computing - update(step) for step in steps]) - forward,
+        "communication": middle([step.timeline.exposed for step in steps]),
+        "optimizer": middle([update(step) for step in steps]),
+        "idle": middle([step.idle for step in steps]),
+    }
+
+
+def table(results: dict[str, Any]) -> Table:
+    sheet = Table(title="shares of the step without overlap, %")
+    for head in ("problem", "schedule", "step ms (quartiles)", *PARTS, "sum", "staged / after", "hidden"):
+        sheet.add_column(head, justify="left" if head in ("problem", "schedule") else "right")
+    for name, result in results.items():
+        for schedule, shares in result["parts"].items():
+            step, gain = result["step"][schedule], result["staged / after"]
+            told = [f"{gain['median']:.3f}", f"{result['overlap_percent']:.0f} %"] if schedule == "staged" else ["", ""]
+            sheet.add_row(
+                name,
+                schedule,
+                f"{step['median_ms']:.0f} ({step['quartile_1_ms']:.0f}–{step['quartile_3_ms']:.0f})",
+                *(f"{100 * shares[part]:.1f}" for part in PARTS),
+                f"{100 * sum(shares.values()):.1f}",
+                *told,
+            )
+    return sheet
+
+
+def picture(results: dict[str, Any]) -> Path:
+    """Draws both steps of each problem as bars."""
+    drawing, (axis,) = figure(1, height=1 + 0.7 * len(results))
+    bars = {f"{name}, {kind}": shares for name, result in results.items() for kind, shares in result["parts"].items()}
+    left = np.zeros(len(bars))
+    for part, colour in PARTS.items():
+        widths = np.array([shares[part] for shares in bars.values()])
+        axis.barh(list(bars), widths, left=left, color=colour, label=part)
+        left += widths
+    axis.invert_yaxis()
+    axis.set_title("a step, as a share of the one without overlap", loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.45, -0.05))
+    path = RESULTS / "breakdown.png"
+    drawing.savefig(path, dpi=100)
+    return path
+
+
+if __name__ == "__main__":
+    main()

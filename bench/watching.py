@@ -1,0 +1,73 @@
+"""Steps that are watched in turns: what bench/breakdown.py and bench/ladder.py do on each host."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+import fddp
+from bench.problems import Problem
+from fddp.measurement import Measurement, measure
+from fddp.timeline import Timeline
+
+OPTIMIZER = optax.sgd(1e-3)
+
+
+class Way(NamedTuple):
+    """A way of training."""
+
+    run: Callable[[Any], Any]
+    """Takes a step on a batch."""
+    batch: Any
+    timeline: Callable[[], Timeline]
+    """When the last step computed and communicated."""
+    all_reduces: tuple[int, ...]
+    """Bytes of each, by the plan."""
+
+
+def way(task: Problem, group: fddp.Group, batch: Any = None, **options: Any) -> Way:
+    """Makes a way of training with fddp, and takes its first step.
+
+    Args:
+      task: what is trained.
+      group: the replicas.
+      batch: this rank's rows; None: the problem's own.
+      **options: fields of `fddp.Options`.
+
+    Returns:
+      The way.
+    """
+    step = fddp.train_step(task.loss_fn, OPTIMIZER, group=group, has_aux=True, **options)
+    state = step.init(task.params, model_state=task.model_state)
+
+    def run(batch: Any) -> Any:
+        nonlocal state
+        state, info = step(state, batch)
+        return state, info
+
+    batch = task.batch if batch is None else batch
+    jax.block_until_ready(run(batch))
+    return Way(run, batch, step.timeline, tuple(bucket.nbytes for bucket in step.plan.buckets))
+
+
+def watch(ways: Mapping[str, Way], group: fddp.Group, *, rounds: int) -> tuple[dict[str, Measurement], dict[str, Any]]:
+    """Lets ways take turns, a step each.
+
+    Args:
+      ways: by name.
+      group: the replicas.
+      rounds: how many turns count; two more go before.
+
+    Returns:
+      This rank's measurements, and the seconds of the slower rank in each round, by name.
+    """
+    steps = {name: [] for name in ways}
+    for turn in range(-2, rounds):
+        for name, (run, batch, timeline, _) in ways.items():
+            group.barrier()
+            watched = measure(run, [batch], timeline).steps
+            steps[name] += watched if turn >= 0 else ()
+    seconds = {name: group.all_reduce(np.array([s.seconds for s in some]), op="max") for name, some in steps.items()}
+    return {name: Measurement(tuple(some)) for name, some in steps.items()}, seconds
