@@ -1,0 +1,80 @@
+"""How long does a step take with buckets of different sizes, on a real wire? (Paper, figures 7 and 8.)
+
+    sudo .venv/bin/python bench/buckets.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive at once and in turn.
+Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB, or the cap where that is smaller.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import fddp
+from bench.problems import Problem
+from bench.record import RESULTS, ratio, save, summary
+from bench.turns import BACKENDS, staged, take_turns
+from fddp.drawing import figure
+
+CAPS_MB = (0, 1, 2, 4, 8, 16, 25, 50)
+DEFAULT = "25"  # PyTorch's and fddp's
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp", "gpt"])
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
+    args = parser.parse_args()
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name in args.problems:
+        for backend in args.backends:
+            title = f"{name}, {backend}"
+            found[title] = take_turns(__file__, backend, name, rounds=2 if args.quick else args.rounds)
+            Console(width=100).print(table(title, found[title]))
+    if not args.quick:
+        print(save("buckets", {title: results(seconds) for title, seconds in found.items()}))
+        print(picture(found))
+
+
+def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
+    """A step with each cap."""
+    return {f"{cap}": staged(task, group, cap) for cap in CAPS_MB}
+
+
+def results(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {cap: summary(took) | {"of_default": ratio(took, seconds[DEFAULT])} for cap, took in seconds.items()}
+
+
+def table(title: str, seconds: Mapping[str, np.ndarray]) -> Table:
+    sheet = Table("cap, MiB", "ms a step", "quartiles", f"of cap {DEFAULT}", title=title)
+    for cap, row in results(seconds).items():
+        quartiles = f"{row['quartile_1_ms']:.0f}–{row['quartile_3_ms']:.0f}"
+        sheet.add_row(cap, f"{row['median_ms']:.0f}", quartiles, f"{row['of_default']['median']:.3f}")
+    return sheet
+
+
+def picture(found: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
+    """Draws a box (quartiles) and whiskers (all rounds) for every cap."""
+    sheet, axes = figure(len(found))
+    for axis, (title, seconds) in zip(axes, found.items()):
+        boxes = [1e3 * took for took in seconds.values()]
+        axis.boxplot(boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"})
+        axis.set_title(f"{title}: ms a step over the bucket cap, MiB", loc="left")
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    path = RESULTS / "buckets.png"
+    sheet.savefig(path, dpi=80)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What does synchronizing only every k-th batch save, and what does it cost? (Paper, figures 10 and 11.)
+
+    sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
+
+Speed: `step.no_sync` for k - 1 batches and then a step, on two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core
+each; the MLP, schedule "staged", 8 batches in a turn for every k. Convergence: a perceptron of 85,000 parameters
+on scikit-learn's digits (the paper: MNIST), two replicas in one process, plain SGD; the loss of every batch under a
+low-pass filter of order 3, as in the paper. A batch is the rows of all replicas.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+from scipy import signal
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import fddp
+from bench.problems import Problem
+from bench.record import RESULTS, ratio, save, summary
+from bench.turns import BACKENDS, staged, take_turns
+from fddp.drawing import figure
+from models import data, mlp
+
+EVERY = (1, 2, 4, 8)
+BATCHES = 8  # in a turn
+CAP_MB = 4.0
+REPLICAS = 2
+PANELS = {8: 0.02, 256: 0.06}  # rows of a batch: learning rate
+MODEL = mlp.MLP((64, 256, 256, 10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round and few batches, nothing is saved")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", REPLICAS)
+    fddp.init("local")
+    rounds, count = (1, 40) if args.quick else (args.rounds, 400)
+    sheet = Table("backend", "every", "ms a batch", "quartiles", "of every batch", title="speed")
+    speed = {}
+    for backend in args.backends:
+        speed[backend] = rows = results(take_turns(__file__, backend, "mlp", rounds=rounds))
+        for k, row in rows.items():
+            quartiles = f"{row['quartile_1_ms']:.0f}–{row['quartile_3_ms']:.0f}"
+            sheet.add_row(backend, k, f"{row['median_ms']:.0f}", quartiles, f"{row['of_every_batch']['median']:.3f}")
+    Console(width=100).print(sheet)
+
+    losses = {rows: {k: train(rows, rate, k, count) for k in EVERY} for rows, rate in PANELS.items()}
+    sheet = Table("rows, rate", *(f"every {k}" for k in EVERY), title="mean loss of the last tenth of the batches")
+    last = {f"{n}, {PANELS[n]}": {f"{k}": ends(x) for k, x in lines.items()} for n, lines in losses.items()}
+    for title, ended in last.items():
+        sheet.add_row(title, *(f"{value:.4f}" for value in ended.values()))
+    Console(width=100).print(sheet)
+    if not args.quick:
+        print(save("skipping", {"speed": speed, "batches": count, "last_loss": last}))
+        print(picture(speed, losses))
+
+
+def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
+    """A turn with a synchronization every k batches."""
+    return {f"{k}": staged(task, group, CAP_MB, held=k - 1, cycles=BATCHES // k) for k in EVERY}
+
+
+def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    return {k: summary(took / BATCHES) | {"of_every_batch": ratio(took, seconds["1"])} for k, took in seconds.items()}
+
+
+def train(rows: int, rate: float, every: int, count: int) -> list[float]:
+    """Loss of so many batches, the parameters changed after every k-th one."""
+    images, labels, *_ = data.split_digits()
+    images = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 64)
+    # DDP adds the gradients of k batches up, fddp takes their mean: k times the rate is the same step.
+    step = fddp.train_step(loss_fn, optax.sgd(rate * every))
+    state, losses = step.init(MODEL.init(jax.random.key(0), images[:1])), []
+    order = fddp.samples(len(images), rows, seed=0, drop_last=True)
+    for turn, chosen in enumerate(islice(order, count)):
+        batch = {"image": images[chosen], "label": labels[chosen].astype(np.int32)}
+        state, info = (step.no_sync if (turn + 1) % every else step)(state, batch)
+        losses.append(float(info.loss))  # waits: of many steps under way XLA's few threads may all wait for each other
+    return losses
+
+
+def loss_fn(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    logits = jnp.asarray(MODEL.apply(params, batch["image"]))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+def ends(losses: list[float]) -> float:
+    """The mean of the last tenth."""
+    return round(float(np.mean(losses[-len(losses) // 10 :])), 5)
+
+
+def picture(speed: Mapping[str, Mapping[str, Any]], losses: Mapping[int, Mapping[int, list[float]]]) -> Path:
+    """Draws the time of a batch over k, and a panel of smoothed losses for every size of a batch."""
+    sheet, axes = figure(1 + len(losses))
+    for backend, rows in speed.items():
+        axes[0].plot(list(rows), [row["median_ms"] for row in rows.values()], "o-", label=backend)
+    axes[0].set_title("MLP: ms a batch, synchronized every k batches", loc="left")
+    axes[0].set_ylim(bottom=0)
+    low_pass: Any = signal.butter(3, 0.05)
+    for axis, (rows, lines) in zip(axes[1:], losses.items()):
+        for k, line in lines.items():
+            axis.plot(signal.filtfilt(low_pass[0], low_pass[1], line), label=f"every {k}")
+        axis.set_title(f"training loss over batches of {rows} rows, rate {PANELS[rows]}", loc="left")
+        axis.set_yscale("log")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    path = RESULTS / "skipping.png"
+    sheet.savefig(path, dpi=80)
+    return path
+
+
+if __name__ == "__main__":
+    main()
