@@ -62,6 +62,15 @@ def test_a_fused_step_says_that_it_has_no_timeline(group):
         step.timeline()
 
 
+def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_begins(group):
+    """XLA:CPU's threads would all wait in all-reduces of different steps for devices that have none left."""
+    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), schedule="fused")
+    state = step.init(jnp.ones((512, 512)))
+    for _ in range(3):
+        state, info = step(state, np.ones((64, 512), np.float32))
+        assert all(x.is_ready() for x in jax.tree.leaves((state, info)))
+
+
 def test_no_thread_outlives_a_step(group):
     loss_fn, params, _, batch = problem(gpt)
     step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
