@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, for a look")
     quick = parser.parse_args().quick
     jax.config.update("jax_num_cpu_devices", REPLICAS)
+    fddp.init("local")
     steps, seeds = (30, 1) if quick else (300, 3)
     table = Table("hook", "test accuracy, %", "of plain, points", "bytes a step", "of plain")
     results: dict[str, Any] = {}
