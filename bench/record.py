@@ -19,6 +19,8 @@ import jax
 import numpy as np
 import optax
 
+from fddp.compiler import expect_no_gpu
+
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -77,6 +79,7 @@ def save(name: str, results: Any) -> Path:
 
 def provenance() -> dict[str, Any]:
     """Commit, versions, machine and date."""
+    expect_no_gpu()
     root = Path(__file__).parent
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
     model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
