@@ -100,8 +100,7 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
     """The ways, from the naive one up."""
 
     def rung(schedule: str, cap_mb: float, batch: Any = None, **options: Any) -> Way:
-        caps = {"bucket_cap_mb": cap_mb, "first_bucket_mb": min(1, cap_mb), "last_bucket_mb": min(1, cap_mb)}
-        return way(task, group, batch, schedule=schedule, **caps, **options)
+        return way(task, group, batch, schedule=schedule, bucket_cap_mb=cap_mb, **options)
 
     many = jax.tree.map(lambda x: np.concatenate([x] * MICRO_BATCHES), task.batch)
     with patch.dict(SCHEDULES, staged=blocking):  # its first step, which `way` takes, settles what runs

@@ -151,7 +151,7 @@ def picture(results: dict[str, Any]) -> Path:
     sheet, axes = figure(len(results))
     for axis, (name, result) in zip(axes, results.items()):
         draw(axis, {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")})
-        axis.set_title(f"{name}: computing (blue) and sending (orange)", loc="left")
+        axis.set_title(f"{name}: computing (above) and sending (below)", loc="left")
     path = RESULTS / "overlap.png"
     sheet.savefig(path, dpi=120)
     return path

@@ -6,22 +6,18 @@ tuning_worker.py BACKEND PROBLEM ROUNDS PATH [CAP ...]
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import optax
 
 import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.problems import Problem, problem
+from bench.problems import problem
 from bench.record import interleave
+from bench.turns import staged
 from fddp.tuning import CAPS_MB
-
-OPTIMIZER = optax.sgd(1e-3)
 
 
 def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> None:
@@ -30,7 +26,7 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
     start = time.perf_counter()
     tuning = fddp.tune(
         task.loss_fn,
-        OPTIMIZER,
+        optax.sgd(1e-3),
         task.params,
         task.batch,
         group=group,
@@ -39,7 +35,7 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
         caps_mb=caps_mb or CAPS_MB,
     )
     took = time.perf_counter() - start
-    runs = {str(one.bucket_cap_mb): _run(task, group, one.bucket_cap_mb) for one in tuning.candidates}
+    runs = {str(one.bucket_cap_mb): staged(task, group, one.bucket_cap_mb) for one in tuning.candidates}
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
     measured = {cap: float(np.median(group.all_reduce(values, op="max"))) for cap, values in seconds.items()}
     if group.rank == 0:
@@ -63,18 +59,6 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
             ],
         }
         path.write_text(json.dumps(found))
-
-
-def _run(task: Problem, group: fddp.Group, cap_mb: float) -> Callable[[], Any]:
-    step = fddp.train_step(task.loss_fn, OPTIMIZER, group=group, has_aux=True, schedule="staged", bucket_cap_mb=cap_mb)
-    state = step.init(task.params, model_state=task.model_state)
-
-    def run() -> Any:
-        nonlocal state
-        state, info = step(state, task.batch)
-        return jax.block_until_ready((state, info))
-
-    return run
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ and run them in turn; a round counts as long as the slower rank took.
 import importlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.problems import Problem, problem
 from bench.record import interleave
-from bench.two_hosts import start_gloo, start_mpi, two_hosts
+from bench.two_hosts import ask
 
-BACKENDS = {"Gloo": start_gloo, "MPI": start_mpi}
+BACKENDS = ("Gloo", "MPI")
 
 
 def main(question: str, backend: str, name: str, rounds: int, path: Path) -> None:
@@ -54,17 +53,9 @@ def take_turns(question: str, backend: str, name: str, *, rounds: int, rate: str
     Raises:
       RuntimeError: a rank failed.
     """
-    with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "seconds.json"
-        words = [f"bench.{Path(question).stem}", backend, name, str(rounds), str(path)]
-        jobs = BACKENDS[backend]([sys.executable, __file__, *words], {"PYTHONPATH": str(ROOT)})
-        try:
-            if any(job.wait(900) for job in jobs):
-                raise RuntimeError(f"{name} over {backend} failed; its error is above.")
-        finally:
-            for job in jobs:
-                job.terminate()
-        return {way: np.array(values) for way, values in json.loads(path.read_text()).items()}
+    words = [sys.executable, __file__, f"bench.{Path(question).stem}", backend, name, str(rounds)]
+    seconds = ask(backend.lower(), rate, lambda path: [*words, path])
+    return {way: np.array(values) for way, values in seconds.items()}
 
 
 def staged(task: Problem, group: fddp.Group, cap_mb: float, *, held: int = 0, cycles: int = 1) -> Callable[[], Any]:
@@ -80,9 +71,8 @@ def staged(task: Problem, group: fddp.Group, cap_mb: float, *, held: int = 0, cy
     Returns:
       A function that trains on.
     """
-    small = min(cap_mb, 1.0)
-    caps = {"bucket_cap_mb": cap_mb, "first_bucket_mb": small, "last_bucket_mb": small}
-    step = fddp.train_step(task.loss_fn, optax.sgd(1e-3), group=group, has_aux=True, schedule="staged", **caps)
+    options: Any = {"schedule": "staged", "bucket_cap_mb": cap_mb}
+    step = fddp.train_step(task.loss_fn, optax.sgd(1e-3), group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state)
 
     def run() -> Any:

@@ -132,7 +132,7 @@ class Measurement:
         typical = sorted(self.steps, key=lambda step: step.seconds)[len(self.steps) // 2]
         sheet, (axis,) = figure(1)
         draw(axis, {f"{1e3 * typical.seconds:.1f} ms": typical.timeline})
-        axis.set_title("computing (blue) and sending (orange)", loc="left")
+        axis.set_title("computing (above) and sending (below)", loc="left")
         sheet.savefig(path, dpi=120)
         return Path(path)
 

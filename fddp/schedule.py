@@ -121,7 +121,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """The backward cut where buckets become ready: the main thread runs stages, another sends what they made.
 
     For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time
-    on each link of the member.
+    on each lane of the member.
 
     Args:
       member: the replicas' programs and sums.

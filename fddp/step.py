@@ -283,7 +283,7 @@ def train_step(
 
 
 def _with(params: Any, trained: Any) -> Any:
-    """Puts trained leaves back in their places: the inverse of `Reducer.trained`."""
+    """Puts trained leaves back in their places: the inverse of `Recipe.trained`."""
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
 
