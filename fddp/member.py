@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import UInt8
 
 from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
+from fddp.landing import landing
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()
@@ -25,7 +26,6 @@ EVERYWHERE = PartitionSpec()
 WHOLE = AbstractMesh((), ())
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
-ALIGNMENT = 64
 MESSAGES = 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
 
@@ -179,7 +179,7 @@ def mpi_member(comm: Any) -> Member:
     from mpi4py import MPI
 
     wire, hosts, between = comm.Clone(), comm.Clone(), comm.Clone()
-    device = jax.local_devices()[0]
+    device, like = jax.local_devices()[0], landing()
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         del in_specs, out_specs  # one device a process: equal everywhere and its own are the same array
@@ -192,7 +192,7 @@ def mpi_member(comm: Any) -> Member:
         # often, leaves it free. In several messages one is on the wire while another is being added up. On two hosts
         # (bench/overlap.py, MLP) 1, 2, 4 messages take 489, 464, 451 ms, longest waits of 0.2 and 1 ms 10-20 ms more.
         sent = np.asarray(mpi_word(x))
-        received = _aligned_like(sent)
+        received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
         requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
         wait = FIRST_WAIT_S
@@ -230,13 +230,6 @@ def mpi_member(comm: Any) -> Member:
         gather=gather,
         send=send,
     )
-
-
-def _aligned_like(x: np.ndarray) -> np.ndarray:
-    """Memory that XLA can take over without a copy."""
-    room = np.empty(x.nbytes + ALIGNMENT, np.uint8)
-    begin = -room.ctypes.data % ALIGNMENT
-    return room[begin : begin + x.nbytes].view(x.dtype).reshape(x.shape)
 
 
 def _first_devices(mesh: Mesh) -> list[Any]:

@@ -27,6 +27,7 @@ FLOORS = {
     "sampler": 0,
     "communicator": 0,
     "keys": 0,
+    "landing": 0,
     "chips": 0,
     "compiler": 0,
     "hlo": 0,

@@ -1,0 +1,44 @@
+"""Memory in which messages land is used again, and never while somebody still reads it."""
+
+import jax
+import numpy as np
+import pytest
+
+from fddp.landing import ALIGNMENT, landing
+
+
+@pytest.mark.parametrize("look", [lambda x: x[1:], lambda x: x[1:].view(np.uint32)])
+def test_memory_that_is_looked_into_is_not_given_out_again(look):
+    like = landing()
+    first = like(np.zeros(1000, np.float32))
+    first[:] = 7
+    address, seen = first.ctypes.data, look(first)
+    expected = np.array(seen)
+    del first
+    second = like(np.zeros(1000, np.float32))
+    second[:] = 8
+    np.testing.assert_array_equal(np.asarray(seen), expected)
+    assert second.ctypes.data != address
+
+
+def test_a_jax_array_takes_the_memory_over_and_gives_it_back():
+    like = landing()
+    first = like(np.zeros(1000, np.float32))
+    first[:] = 7
+    address, taken = first.ctypes.data, jax.device_put(first, jax.devices()[0])
+    assert taken.unsafe_buffer_pointer() == address, "copied"
+    del first
+    other = like(np.zeros(1000, np.float32))
+    other[:] = 8
+    assert other.ctypes.data != address and np.all(np.asarray(taken) == 7)
+    del taken
+    jax.block_until_ready(jax.device_put(np.zeros(1)) + 1)  # JAX lets go of memory that is not its own at its next call
+    assert like(np.zeros(1000, np.float32)).ctypes.data == address
+
+
+def test_arrays_are_aligned_and_of_the_asked_size_and_dtype():
+    like = landing()
+    for size, dtype in ((1, np.float32), (17, np.float64), (5, np.uint8), (17, np.float32), (34, np.uint16)):
+        got = like(np.zeros(size, dtype))
+        assert got.shape == (size,) and got.dtype == dtype and got.ctypes.data % ALIGNMENT == 0
+        got[:] = 1
