@@ -10,8 +10,8 @@ import jax
 import optax
 
 import fddp
+from fddp.compiled.targets import read_target
 from fddp.doctor import examine
-from fddp.targets import read_target
 from fddp.tuning import tune_model
 from fddp.workload import read_model, read_workload
 

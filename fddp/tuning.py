@@ -20,7 +20,7 @@ from fddp.group import Group
 from fddp.link import Link, fit_link
 from fddp.measurement import MeasuredStep, Measurement
 from fddp.plan import BucketPlan, MiB, make_plan
-from fddp.regrouping import joined, total_seconds, typical, wire_bytes
+from fddp.regrouping import Typical, joined, total_seconds, typical, wire_bytes
 from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.step import TrainStep, train_step
 from fddp.timeline import Pace, observed_pace, simulate
@@ -125,9 +125,10 @@ def tune(
 ) -> Tuning:
     """Finds the bucket cap with the shortest step under the staged schedule.
 
-    Measured are all-reduces of several sizes, the stages of the finest cut without traffic, and a middle cap with and
-    without traffic; the latter tells how computation and traffic slow each other down. From these every cap's step is
-    simulated. All ranks find the same.
+    Measured are all-reduces of several sizes, the stages of the finest cut without traffic, and a cap with and without
+    traffic, which tells how computation and traffic slow each other down. From these every cap's step is simulated:
+    first from a look at a middle cap, then at the one that seemed best, until one is best that was looked at. All ranks
+    find the same.
 
     Args:
       loss_fn: as for `train_step`.
@@ -186,21 +187,32 @@ def tune(
     run_finest()  # settles the order of readiness
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
     plans = _different({cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb})
-    middle = list(plans)[len(plans) // 2]
-    runs = _in_turn(group, run_finest, made(alone, middle)[1], made(group, middle)[1])
-    (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
-    pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
-    tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
-    def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
-        nbytes = wire_bytes(plan, tail)
-        stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
-        line = simulate(stages, [link.seconds(n) for n in nbytes], busy.update, pace)
-        return Candidate(cap_mb, stages, nbytes, line.seconds + busy.idle)
+    def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
+        """A real run with a cap, and what it tells of every other."""
+        runs = _in_turn(group, run_finest, made(alone, cap_mb)[1], made(group, cap_mb)[1])
+        (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
+        pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
+        tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
-    candidates = tuple(candidate(cap, plan) for cap, plan in plans.items())
-    best = min(candidates, key=lambda one: one.predicted_s)
-    (check,) = _in_turn(group, made(group, best.bucket_cap_mb)[1])
+        def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
+            nbytes = wire_bytes(plan, tail)
+            stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
+            line = simulate(stages, [link.seconds(n) for n in nbytes], busy.update, pace)
+            return Candidate(cap_mb, stages, nbytes, line.seconds + busy.idle)
+
+        return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
+
+    # How both slow each other down depends a little on the cap: what decides is a look at the one that is chosen.
+    chosen, seen = list(plans)[len(plans) // 2], set[float]()
+    while True:
+        seen.add(chosen)
+        busy, candidates, pace = look(chosen)
+        best = min(candidates, key=lambda one: one.predicted_s)
+        chosen = best.bucket_cap_mb
+        if chosen in seen:
+            break
+    (check,) = _in_turn(group, made(group, chosen)[1])
     return Tuning(group.size, link, pace, busy.update, busy.idle, candidates, best, typical(group, check).seconds)
 
 

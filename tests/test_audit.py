@@ -16,9 +16,9 @@ import pytest
 import fddp
 from fddp import member
 from fddp.audit import read
-from fddp.flights import find_flights
-from fddp.hlo import parse
-from fddp.targets import read_target
+from fddp.compiled.flights import find_flights
+from fddp.compiled.hlo import parse
+from fddp.compiled.targets import read_target
 from fddp.workload import Workload, read_workload
 from models import mlp
 

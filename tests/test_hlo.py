@@ -2,9 +2,9 @@
 
 import pytest
 
-from fddp.effort import Work, traffic, work
-from fddp.flights import find_flights
-from fddp.hlo import Array, parse
+from fddp.compiled.effort import Work, traffic, work
+from fddp.compiled.flights import find_flights
+from fddp.compiled.hlo import Array, parse
 
 HEAD = "HloModule f, is_scheduled=true\n"
 

@@ -28,9 +28,9 @@ FLOORS = {
     "communicator": 0,
     "keys": 0,
     "landing": 0,
-    "chips": 0,
+    "compiled.chips": 0,
     "compiler": 0,
-    "hlo": 0,
+    "compiled.hlo": 0,
     "hook": 1,
     "program": 1,
     "flat": 1,
@@ -39,7 +39,7 @@ FLOORS = {
     "drawing": 1,
     "profile": 1,
     "scaling": 1,
-    "effort": 1,
+    "compiled.effort": 1,
     "doctor": 1,
     "lowrank": 2,
     "reduction": 2,
@@ -49,7 +49,7 @@ FLOORS = {
     "stages": 2,
     "shards": 2,
     "measurement": 2,
-    "flights": 2,
+    "compiled.flights": 2,
     "hooks": 3,
     "precision": 3,
     "objective": 3,
@@ -59,13 +59,13 @@ FLOORS = {
     "collective": 3,
     "logbook": 3,
     "regrouping": 3,
-    "targets": 3,
+    "compiled.targets": 3,
     "uneven": 4,
     "scale": 4,
     "rotation": 4,
     "accumulate": 4,
     "state": 4,
-    "estimate": 4,
+    "compiled.estimate": 4,
     "recipe": 5,
     "reducer": 6,
     "step": 7,
@@ -74,11 +74,16 @@ FLOORS = {
     "tuning": 8,
     "workload": 8,
 }
-TOP = {"__init__", "__main__"}  # above all floors
+TOP = {"__init__", "__main__", "compiled.__init__"}  # above all floors
 
 
 def names(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def module(path: Path) -> str:
+    """A module's name below the package."""
+    return ".".join(path.relative_to(ROOT / "fddp").with_suffix("").parts)
 
 
 def imports(path: Path) -> set[str]:
@@ -98,12 +103,12 @@ def imports(path: Path) -> set[str]:
 
 
 def test_every_module_has_a_floor():
-    assert {path.stem for path in MODULES} - TOP == set(FLOORS)
+    assert {module(path) for path in MODULES} - TOP == set(FLOORS)
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.stem not in TOP], ids=names)
+@pytest.mark.parametrize("path", [path for path in MODULES if module(path) not in TOP], ids=names)
 def test_a_module_imports_only_from_lower_floors(path):
-    upward = {name for name in imports(path) if FLOORS.get(name, 99) >= FLOORS.get(path.stem, 0)}
+    upward = {name for name in imports(path) if FLOORS.get(name, 99) >= FLOORS.get(module(path), 0)}
     assert upward == set()
 
 
@@ -173,7 +178,7 @@ def test_a_function_says_what_it_takes_and_gives(name):
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.stem != "__main__"], ids=names)
 def test_examples_print_what_they_say_on_any_number_of_devices(path):
-    name = "fddp" if path.stem == "__init__" else f"fddp.{path.stem}"
+    name = f"fddp.{module(path)}".removesuffix(".__init__")
     failures, _ = doctest.testmod(importlib.import_module(name), report=True)
     assert failures == 0
 

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
 from fddp import compiler
-from fddp.chips import CHIPS, Chip
+from fddp.compiled.chips import CHIPS, Chip
 from fddp.group import AXIS, Group, replica_mesh
 from fddp.member import Member, mesh_member
 

@@ -6,8 +6,8 @@ is one instruction, or that XLA has marked as synchronous, holds the program up.
 
 from dataclasses import dataclass
 
-from fddp.effort import work
-from fddp.hlo import Array, Instruction, Module, Schedule
+from fddp.compiled.effort import work
+from fddp.compiled.hlo import Array, Instruction, Module, Schedule
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

@@ -8,10 +8,10 @@ sides, and the estimate is for comparing schedules, not for promising millisecon
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
 
-from fddp.effort import traffic, work
-from fddp.flights import Flight, sends
-from fddp.hlo import Computation, Instruction, Module
-from fddp.targets import Target
+from fddp.compiled.effort import traffic, work
+from fddp.compiled.flights import Flight, sends
+from fddp.compiled.hlo import Computation, Instruction, Module
+from fddp.compiled.targets import Target
 from fddp.timeline import Span, Timeline
 
 
