@@ -31,9 +31,9 @@ def problem(name: str, seed: int) -> Problem:
     """
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
-        "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 6, seed, size=64)),
+        "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 2, seed, size=64)),
         "resnet50": (resnet, resnet.PRESETS["50"], lambda m: resnet.batch(m, 4, seed, size=64)),
-        "gpt": (gpt, GPT_40M, lambda m: gpt.batch(m, 8, seed, length=96)),
+        "gpt": (gpt, GPT_40M, lambda m: gpt.batch(m, 5, seed, length=96)),
     }[name]
     batch = make(model)
     params, model_state = module.init(model, jax.random.key(0), batch)

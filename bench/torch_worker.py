@@ -100,8 +100,8 @@ def _resnet18(rank: int) -> Any:
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
-    x = torch.randn(6, 3, 64, 64, generator=_rows(rank))
-    y = torch.randint(1000, (6,), generator=_rows(rank))
+    x = torch.randn(2, 3, 64, 64, generator=_rows(rank))
+    y = torch.randint(1000, (2,), generator=_rows(rank))
     return _WithLoss(nn.Sequential(*stem, *(_Block(*w) for w in widths), *head), F.cross_entropy), (x, y)
 
 
@@ -152,7 +152,7 @@ class _Gpt(nn.Module):
 
 
 def _gpt(rank: int) -> Any:
-    tokens = torch.randint(256, (8, 97), generator=_rows(rank))
+    tokens = torch.randint(256, (5, 97), generator=_rows(rank))
     loss = lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten())  # noqa: E731
     return _WithLoss(_Gpt(), loss), (tokens[:, :-1], tokens[:, 1:])
 
