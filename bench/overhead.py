@@ -1,9 +1,11 @@
 """What does fddp cost on one replica? A step against the same step written by hand, in one run.
 
 python bench/overhead.py [--quick]
+python bench/overhead.py --problems gpt:360m:8 resnet:50:128 --name overhead_gpu    # on a GPU
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,28 +19,30 @@ import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.record import interleave, ratio, save, summary
-from models import gpt, resnet
 
-PROBLEMS = {"gpt-tiny": (gpt, "tiny", 16), "resnet18": (resnet, "18", 4)}
+PROBLEMS = ("gpt:tiny:16", "resnet:18:4")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=PROBLEMS, help="model:preset:rows, of models/")
+    parser.add_argument("--name", default="overhead", help="of the result's file")
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
-    quick = parser.parse_args().quick
-    results = {name: measure(*problem, rounds=5 if quick else 60) for name, problem in PROBLEMS.items()}
+    args = parser.parse_args()
+    results = {problem: measure(*problem.split(":"), rounds=5 if args.quick else 60) for problem in args.problems}
     for name, result in results.items():
         time, memory = result["fddp / by hand"], result["extra_memory_in_gradients"]
         print(f"{name}: {time['median']:.3f} of the hand-written step's time", end=" ")
         print(f"({time['quartile_1']:.3f} … {time['quartile_3']:.3f}), {memory:+.2f} copies of the gradients")
-    if not quick:
-        print(save("overhead", results))
+    if not args.quick:
+        print(save(args.name, results))
 
 
-def measure(module: Any, preset: str, rows: int, *, rounds: int) -> dict[str, Any]:
+def measure(model_name: str, preset: str, rows: str, *, rounds: int) -> dict[str, Any]:
     """Times both steps in turn, and compares what XLA says of their memory."""
+    module = importlib.import_module(f"models.{model_name}")
     model = module.PRESETS[preset]
-    batch = module.batch(model, rows)
+    batch = module.batch(model, int(rows))
     params, model_state = module.init(model, jax.random.key(0), batch)
     loss_fn, optimizer = module.loss_fn(model), optax.adamw(1e-3)
 

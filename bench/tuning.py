@@ -72,15 +72,14 @@ def picture(results: dict[str, Any]) -> Path:
     """Draws predicted and measured steps over the cap."""
     sheet, axes = figure(len(results))
     for axis, (name, found) in zip(axes, results.items()):
-        caps = [row["cap_mb"] for row in found["caps"]]
+        caps = [f"{row['cap_mb']:g}" for row in found["caps"]]
         axis.plot(caps, [row["predicted_ms"] for row in found["caps"]], "--", color="tab:orange", label="predicted")
         axis.plot(caps, [row["measured_ms"] for row in found["caps"]], "o-", color="tab:blue", label="measured")
-        axis.axvline(found["chosen_mb"], color="gray", linewidth=1, label="chosen")
-        axis.set_xscale("symlog", linthresh=0.25)
+        axis.axvline(f"{found['chosen_mb']:g}", color="gray", linewidth=1, label="chosen")
         axis.set_title(f"{name}: ms a step over the bucket cap, MiB", loc="left")
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="lower right")
     path = RESULTS / "tuning.png"
     sheet.savefig(path, dpi=80)
     return path
