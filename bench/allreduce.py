@@ -23,7 +23,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
-from bench.record import RESULTS, interleave, ratio, save, summary
+from bench.record import interleave, ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from fddp.drawing import figure
 from fddp.link import Link, fit_link
@@ -123,11 +123,8 @@ def picture(results: dict[str, Any]) -> Path:
     axis.set_yscale("log")
     axis.set_xlabel("float32 numbers in a call")
     axis.set_title("seconds to all-reduce 8 million of them, between two hosts", loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    path = RESULTS / "allreduce.png"
-    drawing.savefig(path, dpi=100)
-    return path
+    return save_picture("allreduce", drawing, dpi=100)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench.problems import Problem, problem
-from bench.record import RESULTS, interleave, ratio, save, summary
+from bench.record import interleave, ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import watch, way
 from fddp.drawing import figure
@@ -152,11 +152,8 @@ def picture(results: dict[str, Any]) -> Path:
         left += widths
     axis.invert_yaxis()
     axis.set_title("a step, as a share of the one without overlap", loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.45, -0.05))
-    path = RESULTS / "breakdown.png"
-    drawing.savefig(path, dpi=100)
-    return path
+    return save_picture("breakdown", drawing, dpi=100)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
-from bench.record import RESULTS, ratio, save, summary
+from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
 from fddp.drawing import figure
 
@@ -70,10 +70,7 @@ def picture(found: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
         axis.boxplot(boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"})
         axis.set_title(f"{title}: ms a step over the bucket cap, MiB", loc="left")
         axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
-    path = RESULTS / "buckets.png"
-    sheet.savefig(path, dpi=80)
-    return path
+    return save_picture("buckets", sheet, dpi=80)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench.problems import Problem, problem
-from bench.record import RESULTS, ratio, save, summary
+from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
 from fddp.drawing import figure
@@ -169,10 +169,7 @@ def picture(name: str, results: dict[str, Any]) -> Path:
         axis.barh(list(result), middle, xerr=[middle - low, high - middle], color="#5b8db8")
         axis.invert_yaxis()
         axis.set_title(f"{name}, {backend}: µs a row, median and quartiles", loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-    path = RESULTS / "ladder.png"
-    drawing.savefig(path, dpi=100)
-    return path
+    return save_picture("ladder", drawing, dpi=100)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.record import RESULTS, save
+from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
 from fddp.drawing import draw, figure
 from fddp.timeline import Span, Timeline
@@ -152,9 +152,7 @@ def picture(results: dict[str, Any]) -> Path:
     for axis, (name, result) in zip(axes, results.items()):
         draw(axis, {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")})
         axis.set_title(f"{name}: computing (above) and sending (below)", loc="left")
-    path = RESULTS / "overlap.png"
-    sheet.savefig(path, dpi=120)
-    return path
+    return save_picture("overlap", sheet, dpi=120)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,22 @@ def save(name: str, results: Any) -> Path:
     return path
 
 
+def save_picture(name: str, sheet: Any, *, dpi: int) -> Path:
+    """Writes a figure of matplotlib beside the results of that name.
+
+    Args:
+      name: of the file, without ending.
+      sheet: the figure.
+      dpi: dots per inch.
+
+    Returns:
+      Where it is.
+    """
+    path = RESULTS / f"{name}.png"
+    sheet.savefig(path, dpi=dpi)
+    return path
+
+
 def provenance() -> dict[str, Any]:
     """Commit, versions, machine and date."""
     expect_no_gpu()

@@ -20,7 +20,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
-from bench.record import RESULTS, ratio, save, summary
+from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
 from fddp.drawing import figure
 
@@ -76,11 +76,8 @@ def picture(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
         axis.bar(places, middle, 0.23, yerr=reach, capsize=3, label=f"{count} group{'s' * (count != '1')}")
     axis.set_xticks(range(len(found)), list(found))
     axis.set_title("ms a step", loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    path = RESULTS / "round_robin.png"
-    sheet.savefig(path, dpi=80)
-    return path
+    return save_picture("round_robin", sheet, dpi=80)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from scipy import signal
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
-from bench.record import RESULTS, ratio, save, summary
+from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
 from fddp.drawing import figure
 from models import data, mlp
@@ -116,11 +116,8 @@ def picture(speed: Mapping[str, Mapping[str, Any]], losses: Mapping[int, Mapping
         axis.set_title(f"training loss over batches of {rows} rows, rate {PANELS[rows]}", loc="left")
         axis.set_yscale("log")
     for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)
-    path = RESULTS / "skipping.png"
-    sheet.savefig(path, dpi=80)
-    return path
+    return save_picture("skipping", sheet, dpi=80)
 
 
 if __name__ == "__main__":

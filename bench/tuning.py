@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.record import RESULTS, save
+from bench.record import save, save_picture
 from bench.two_hosts import BACKENDS, ask
 from fddp.drawing import figure
 from fddp.link import Link
@@ -78,11 +78,8 @@ def picture(results: dict[str, Any]) -> Path:
         axis.axvline(f"{found['chosen_mb']:g}", color="gray", linewidth=1, label="chosen")
         axis.set_title(f"{name}: ms a step over the bucket cap, MiB", loc="left")
         axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="lower right")
-    path = RESULTS / "tuning.png"
-    sheet.savefig(path, dpi=80)
-    return path
+    return save_picture("tuning", sheet, dpi=80)
 
 
 if __name__ == "__main__":

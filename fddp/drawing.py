@@ -30,7 +30,6 @@ def draw(axis: Any, lines: Mapping[str, Timeline]) -> None:
             )
     axis.set_yticks([-row for row in range(len(lines))], list(lines))
     axis.set_xlabel("ms")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def label(axis: Any, line: Timeline, words: Sequence[str]) -> None:
@@ -48,7 +47,7 @@ def label(axis: Any, line: Timeline, words: Sequence[str]) -> None:
 
 
 def figure(rows: int, height: float = 3.0) -> tuple[Any, Any]:
-    """A figure of so many rows, drawn without a screen, and its axes.
+    """A figure of so many rows, drawn without a screen, and its axes, open at the top and on the right.
 
     Raises:
       RuntimeError: there is no matplotlib.
@@ -58,4 +57,7 @@ def figure(rows: int, height: float = 3.0) -> tuple[Any, Any]:
     except ImportError as error:
         raise RuntimeError("a picture needs matplotlib: pip install 'fddp[train]'.") from error
     sheet = Figure(figsize=(9, height * rows), layout="constrained")
-    return sheet, sheet.subplots(rows, 1, squeeze=False)[:, 0]
+    axes = sheet.subplots(rows, 1, squeeze=False)[:, 0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return sheet, axes
