@@ -1,7 +1,8 @@
 """A tree as bucket arrays, and back: the only place that knows how leaves lie in a bucket.
 
 Beside the leaves, a few more numbers travel with a step: the loss, metrics, buffers. They are its *tail*, a small
-vector of exact floats behind the last bucket.
+vector of exact floats behind an early bucket: all are known when the forward pass ends, and with the weight among them
+a gradient can be divided and used as soon as its own bucket is back.
 """
 
 import math
@@ -73,7 +74,7 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
 
 @dataclass(frozen=True)
 class Wires:
-    """What is sent: one flat array per all-reduce, and how the tail lies in the last of them."""
+    """What is sent: one flat array per all-reduce, and how the tail lies at the end of one of them."""
 
     arrays: tuple[Shaped[Array, " n"], ...]
     tail: tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
@@ -84,7 +85,7 @@ jax.tree_util.register_dataclass(Wires, data_fields=["arrays"], meta_fields=["ta
 
 
 def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
-    """Puts a tree of small numbers behind the last bucket, or on a wire of its own where that would round them.
+    """Puts a tree of small numbers behind the first bucket that holds them exactly, or on a wire of its own.
 
     Args:
       plan: the plan of the buckets.
@@ -92,18 +93,16 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
       tail: a tree of arrays of any numeric dtype.
 
     Returns:
-      What is sent: as many flat arrays as there are buckets, one more if the tail travels alone.
+      What is sent: as many flat arrays as there are buckets, one more at the end if the tail travels alone.
     """
     leaves, treedef = jax.tree.flatten(tail)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     dtype = _tail_dtype(shapes)
     words = [_to_floats(x, dtype) for x in leaves]
-    if _rides(plan, dtype):
-        *others, last = buckets
-        arrays = (*others, _joined([last, *words], last.dtype))
-    else:
-        arrays = (*buckets, _joined(words, dtype))
-    return Wires(arrays, (shapes, treedef))
+    at = plan.carrier(dtype)
+    arrays = [*buckets, jnp.zeros(0, dtype)] if at == len(buckets) else list(buckets)
+    arrays[at] = _joined([arrays[at], *words], arrays[at].dtype)
+    return Wires(tuple(arrays), (shapes, treedef))
 
 
 def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
@@ -118,11 +117,11 @@ def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
     """
     shapes, treedef = wires.tail
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
-    *others, last = wires.arrays
-    bucket, words = jax.lax.split(last, [last.size - sum(sizes), sum(sizes)])
+    at, arrays = plan.carrier(_tail_dtype(shapes)), list(wires.arrays)
+    arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
-    return ((*others, bucket) if _rides(plan, _tail_dtype(shapes)) else tuple(others)), tail
+    return tuple(arrays[: len(plan.buckets)]), tail
 
 
 def _joined(pieces: list[Array], dtype: np.dtype) -> Array:
@@ -140,10 +139,6 @@ def _tail_dtype(shapes: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
     """The real dtype that holds every number of a tail."""
     floats = [jnp.finfo(x.dtype).dtype for x in shapes if jnp.issubdtype(x.dtype, jnp.inexact)]
     return np.dtype(jnp.result_type(np.float32, *floats))
-
-
-def _rides(plan: BucketPlan, dtype: np.dtype) -> bool:
-    return plan.tail_rides and jnp.finfo(plan.buckets[-1].dtype).bits >= jnp.finfo(dtype).bits
 
 
 # What does not fit one float exactly travels as several: an integer as its 16-bit words, a complex number as its parts.

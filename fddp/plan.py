@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 MiB = 2**20
 
@@ -67,18 +68,27 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     treedef: Any
     exact: bool = True
-    """Whether the last bucket arrives as it was sent: not when a hook changes it, or when it may not be sent at all."""
+    """Whether buckets arrive as they were sent: not when a hook changes them, or when they may not be sent at all."""
 
-    @property
-    def tail_rides(self) -> bool:
-        """Whether loss, metrics and buffers can ride at the end of the last bucket, exactly.
+    def carrier(self, dtype: DTypeLike = np.float32) -> int:
+        """Finds the wire on which loss, metrics and buffers travel: the first bucket that holds them exactly.
 
-        They are float32 (or wider) numbers; a wire of 16-bit words or a hook would round them, and then they travel in
-        one tiny all-reduce of their own.
+        A wire of 16-bit words or a hook would round them; where there is nothing better they travel in one tiny
+        all-reduce of their own, after the buckets.
+
+        Args:
+          dtype: a real one that holds them.
+
+        Returns:
+          The number of the bucket, or that of buckets.
         """
-        if not self.exact or not self.buckets or not jnp.issubdtype(self.buckets[-1].dtype, jnp.inexact):
-            return False
-        return jnp.finfo(self.buckets[-1].dtype).bits >= 32
+        bits = jnp.finfo(dtype).bits
+        wide = [
+            k
+            for k, bucket in enumerate(self.buckets)
+            if jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
+        ]
+        return wide[0] if self.exact and wide else len(self.buckets)
 
     @cached_property
     def digest(self) -> str:
@@ -93,7 +103,8 @@ class BucketPlan:
         ]
         head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
         total = sum(b.nbytes for b in self.buckets) / MiB
-        tail = "ride in the last bucket" if self.tail_rides else "travel in one all-reduce of their own"
+        alone = self.carrier() == len(self.buckets)
+        tail = "travel in one all-reduce of their own" if alone else f"ride in bucket {self.carrier()}"
         sent = sum(len(b.leaves) for b in self.buckets)
         foot = (
             f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB",

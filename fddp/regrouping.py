@@ -29,9 +29,10 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 
 
 def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
-    """Bytes of each all-reduce of a plan, with the tail behind the last bucket or alone."""
-    sizes = [bucket.nbytes for bucket in plan.buckets]
-    return (*sizes[:-1], sizes[-1] + tail) if plan.tail_rides else (*sizes, tail)
+    """Bytes of each all-reduce of a plan, with the tail behind the one that carries it, or alone."""
+    sizes = {k: bucket.nbytes for k, bucket in enumerate(plan.buckets)}
+    sizes[plan.carrier()] = sizes.get(plan.carrier(), 0) + tail
+    return tuple(sizes.values())
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
