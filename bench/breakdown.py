@@ -34,7 +34,7 @@ from bench.record import interleave, ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import watch, way
 from fddp.drawing import figure
-from fddp.measurement import UPDATE, MeasuredStep
+from fddp.measurement import MeasuredStep
 
 CAP_MB = 4.0  # for the first and the last bucket, too
 PARTS = {
@@ -108,7 +108,7 @@ def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
     """Seconds of a step by what they were spent on, medians over steps."""
 
     def update(step: MeasuredStep) -> float:
-        return sum(span.seconds for span in step.timeline.compute if span.name == UPDATE)
+        return sum(span.seconds for span in step.timeline.updates)
 
     def middle(values: list[float]) -> float:
         return float(np.median(values))

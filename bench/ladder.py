@@ -32,7 +32,9 @@ from bench.watching import Way, watch, way
 from fddp.drawing import figure
 from fddp.member import Member
 from fddp.reducer import SCHEDULES
-from fddp.schedule import Memory, Pieces, Runner, Sent, _compile, _finish, _sending, _Staged
+from fddp.schedule import Pieces, Runner
+from fddp.sending import Memory, Sent, sending
+from fddp.staged import Cut, cut_step, land
 from fddp.timeline import Span, Timeline
 
 MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
@@ -118,26 +120,23 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
 
 def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits for it."""
-    send, finish = _sending(member, pieces, donate), _finish(member, pieces, donate)
-    cut, spans = list[_Staged](), list[Span]()
+    send, cuts, spans = sending(member, pieces.reductions, donate), list[Cut](), list[Span]()
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         rows = member.place(rows, member.own)
-        staged = cut[0] if cut else _compile(member, pieces, state, pending, rows)
-        cut[:] = [staged]
-        values, sends, kept = dict(enumerate(jax.tree.leaves((state, pending, rows)))), list[Sent](), []
+        now = cuts[0] if cuts else cut_step(member, pieces, donate, state, pending, rows)
+        cuts[:] = [now]
+        values, sends, kept = dict(enumerate(jax.tree.leaves((state, pending, rows)))), list[Sent](), list[Any]()
         spans.clear()
-        for stage, program in zip(staged.stages, staged.programs):
+        for k in range(len(now.backward.stages)):
             start = perf_counter()
-            results = jax.block_until_ready(program(*(values[number] for number in stage.reads)))
-            spans.append(Span("compute", f"stage {len(sends)}", start, perf_counter()))
-            for number in stage.frees:
-                del values[number]
-            values.update(zip(stage.writes, results))
-            wire, *kept = results[len(stage.writes) :]
-            sends.append(send(len(sends), memory, lambda: sends[0], wire))
-        wires, kept = jax.tree.unflatten(staged.wires, [*(sent.total for sent in sends), *kept])
-        return finish(state, wires, kept, memory, sends, spans)
+            wire, *kept = jax.block_until_ready(now.backward.run(k, values))
+            spans.append(Span("compute", f"stage {k}", start, perf_counter()))
+            sends.append(send(k, memory, lambda: sends[0], wire))
+        spans.extend(one.span for one in sends)
+        back = [lambda one=one: one for one in sends]
+        result = land(now.update, jax.tree.leaves(state), back, kept, spans)
+        return now.result.unflatten(result), tuple(one.memory for one in sends[: len(memory)])
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))
 

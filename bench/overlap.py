@@ -6,7 +6,8 @@ Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a 
 turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
 give the path of its python.
 
-  T_bound    the earliest end that stages and all-reduces allow: stages measured alone, all-reduces measured in "after"
+  T_bound    the earliest end that stages, all-reduces and updates allow: stages and updates measured alone, all-reduces
+             in "after", on the rank that waits the least for the other
   E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
   exposed    (T - T_alone) / T_traffic, T_traffic the sum of the all-reduces when nothing else runs
 """
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
 from fddp.drawing import draw, figure
-from fddp.timeline import Span, Timeline
+from fddp.timeline import Span, Timeline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
 CAPS_MB = {"mlp": 4.0, "resnet18": 4.0, "gpt": 4.0}
@@ -83,7 +84,7 @@ def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
         ranks.setdefault(hello["job"], []).append(talk)
         ways[hello["job"]] = hello["ways"]
     seconds: dict[str, list[float]] = {way: [] for names in ways.values() for way in names}
-    spans: dict[str, list[Timeline]] = {way: [] for way in seconds}
+    spans: dict[str, list[tuple[Timeline, ...]]] = {way: [] for way in seconds}  # of each step, those of all ranks
     for turn in range(-3, rounds):
         for job, names in ways.items():
             for way in names:
@@ -93,28 +94,27 @@ def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
                 told = [json.loads(talk.readline()) for talk in ranks[job]]
                 if turn >= 0:  # the first rounds compile and warm up
                     seconds[way] += [max(pair) for pair in zip(*(one["seconds"][1:] for one in told))]
-                    spans[way] += [Timeline(tuple(Span(**s) for s in line)) for line in told[0]["timelines"][1:]]
+                    spans[way] += zip(*([_timeline(line) for line in one["timelines"][1:]] for one in told))
     return evaluate({way: np.array(values) for way, values in seconds.items()}, spans)
 
 
-def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[Timeline]]) -> dict[str, Any]:
+def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timeline, ...]]]) -> dict[str, Any]:
     """Medians, bounds, efficiencies and exposed shares."""
     times = {way: float(np.median(values)) for way, values in seconds.items()}
     result: dict[str, Any] = {
         "step_ms": {way: [round(1e3 * q, 1) for q in np.percentile(s, (25, 50, 75))] for way, s in seconds.items()},
-        "spans": {way: sorted(lines, key=lambda line: line.seconds)[len(lines) // 2] for way, lines in spans.items()},
+        "spans": {
+            way: sorted((line for line, *_ in steps), key=lambda line: line.seconds)[len(steps) // 2]
+            for way, steps in spans.items()
+        },
     }
     for wire in ("Gloo", "MPI"):
         staged, after, alone = (f"fddp staged ({wire})", f"fddp after ({wire})", f"alone, staged ({wire})")
-        stages = _medians(spans[alone], "compute")
+        stages, updates = _medians(spans[alone], "compute"), _medians(spans[alone], "update")
         sends = _medians(spans[after], "communication")
-        update = max(0.0, times[alone] - sum(stages))
-        bound = Timeline(
-            (
-                *(Span("compute", "", 0, s) for s in [*stages, update]),
-                *(Span("communication", "", 0, s) for s in sends),
-            )
-        ).bound()
+        # What is neither, Python, comes at the end, as it does in every way.
+        updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
+        bound = simulate(stages, sends, updates).seconds
         result[wire] = {
             "alone_ms": 1e3 * times[alone],
             "traffic_ms": 1e3 * sum(sends),
@@ -129,9 +129,14 @@ def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[Timeline]]) -
     return result
 
 
-def _medians(lines: Sequence[Timeline], kind: str) -> list[float]:
-    rows = [[span.seconds for span in line.spans if span.kind == kind] for line in lines]
-    return np.median(np.array(rows), axis=0).tolist()
+def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
+    return Timeline(tuple(Span(**span) for span in spans))
+
+
+def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:
+    """Of each span over steps; of the two ranks the one that waits less for the other."""
+    rows = [[[span.seconds for span in line.spans if span.kind == kind] for line in ranks] for ranks in steps]
+    return np.median(np.min(np.array(rows), axis=1), axis=0).tolist()
 
 
 def table(result: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ def _project(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: 
         [stage / 1e3 for stage in cap["stages_ms"]],
         cap["nbytes"],
         hop,
-        update=(found["update_ms"] + found["idle_ms"]) / 1e3,
+        updates=[*(update / 1e3 for update in cap["updates_ms"]), found["idle_ms"] / 1e3],
         pace=Pace(**paced["pace"]),
         replicas=replicas,
         algorithm=algorithm,

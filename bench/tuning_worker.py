@@ -42,7 +42,6 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
         found = {
             "link": tuning.link._asdict(),
             "pace": tuning.pace._asdict(),
-            "update_ms": 1e3 * tuning.update_s,
             "idle_ms": 1e3 * tuning.idle_s,
             "tune_s": took,
             "chosen_mb": tuning.bucket_cap_mb,
@@ -52,6 +51,7 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
                     "cap_mb": one.bucket_cap_mb,
                     "nbytes": one.nbytes,
                     "stages_ms": [1e3 * stage for stage in one.stages],
+                    "updates_ms": [1e3 * update for update in one.updates],
                     "predicted_ms": 1e3 * one.predicted_s,
                     "measured_ms": 1e3 * measured[str(one.bucket_cap_mb)],
                 }

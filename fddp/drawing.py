@@ -8,7 +8,7 @@ from typing import Any
 
 from fddp.timeline import Timeline
 
-COLOURS = {"compute": "#9db8d2", "communication": "#1f4e79"}
+COLOURS = {"compute": "#9db8d2", "update": "#c5b28b", "communication": "#1f4e79"}
 
 
 def draw(axis: Any, lines: Mapping[str, Timeline]) -> None:

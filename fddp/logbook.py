@@ -65,5 +65,7 @@ def stats(group: Group, options: Options, plan: BucketPlan, iteration: int, line
         avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),
         avg_backward_compute_time=average(lambda line: sum(span.seconds for span in line.compute[1:])),
         avg_backward_comm_time=average(lambda line: line.communicating),
-        avg_backward_compute_comm_overlap_time=average(lambda line: line.overlap),
+        avg_backward_compute_comm_overlap_time=average(
+            lambda line: Timeline((*line.compute, *line.communication)).overlap
+        ),
     )

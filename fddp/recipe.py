@@ -21,7 +21,7 @@ from fddp.plan import BucketPlan, make_plan
 from fddp.program import differentiable
 from fddp.reduction import Reduction, reductions
 from fddp.scale import scaled
-from fddp.schedule import Memory
+from fddp.sending import Memory
 from fddp.shards import pack_parts, parts, unpack_parts
 from fddp.state import Mean, TrainState
 

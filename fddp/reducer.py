@@ -23,8 +23,9 @@ from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
 from fddp.replicas import described, verify
-from fddp.schedule import Pieces, Runner, Schedule, after, fused, staged
+from fddp.schedule import Pieces, Runner, Schedule, after, fused
 from fddp.shards import other_axes, specs
+from fddp.staged import staged
 from fddp.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}

@@ -15,17 +15,21 @@ class Typical(NamedTuple):
 
     stages: tuple[float, ...]
     nbytes: tuple[int, ...]
-    update: float
+    updates: tuple[float, ...]
     idle: float
     seconds: float
 
 
 def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
     """Medians over steps, maxima over ranks."""
-    rows = [(*(span.seconds for span in step.timeline.compute), step.idle, step.seconds) for step in steps]
-    *stages, update, idle, seconds = group.all_reduce(np.median(np.array(rows), axis=0), op="max").tolist()
+    rows = [
+        (*(span.seconds for span in (*step.timeline.compute, *step.timeline.updates)), step.idle, step.seconds)
+        for step in steps
+    ]
+    *works, idle, seconds = group.all_reduce(np.median(np.array(rows), axis=0), op="max").tolist()
+    stages = len(steps[0].timeline.compute)
     nbytes = tuple(span.nbytes for span in steps[0].timeline.communication)
-    return Typical(tuple(stages), nbytes, update, idle, seconds)
+    return Typical(tuple(works[:stages]), nbytes, tuple(works[stages:]), idle, seconds)
 
 
 def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
@@ -36,7 +40,7 @@ def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
-    """The stages of a plan, from those of the finest cut: a bucket is ready when the last of its leaves is.
+    """The stages of a plan (or its updates), from those of the finest cut: a bucket waits for the last of its leaves.
 
     Args:
       fine: seconds of the stages of the finest cut, one for each leaf that travels, in order of readiness; further

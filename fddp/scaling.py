@@ -98,7 +98,7 @@ def project(
     nbytes: Sequence[float],
     hop: Link,
     *,
-    update: float = 0.0,
+    updates: Sequence[float] = (),
     pace: Pace | None = None,
     replicas: Sequence[int] = REPLICAS,
     algorithm: Algorithm = ring,
@@ -109,7 +109,7 @@ def project(
       stages: seconds of the stages alone.
       nbytes: bytes of the all-reduces.
       hop: a message between neighbours.
-      update: seconds of the update.
+      updates: seconds of the updates, the last one after the last all-reduce.
       pace: how computation and traffic slow each other down; None: not at all.
       replicas: how many.
       algorithm: `ring`, `tree` or one like them.
@@ -124,11 +124,11 @@ def project(
       2 4.0 0.75
       1000 5.996 0.5
     """
-    lone = sum(stages) + update
+    lone = sum(stages) + sum(updates)
 
     def at(count: int) -> Projection:
         sends = [algorithm(hop, size, count) for size in nbytes] if count > 1 else []
-        line = simulate(stages, sends, update, pace)
+        line = simulate(stages, sends, updates, pace)
         return Projection(count, line.seconds, line.exposed, lone / line.seconds if line.seconds else 1.0)
 
     return tuple(at(count) for count in replicas)

@@ -85,6 +85,32 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
     return tuple(stage(k) for k in range(len(groups)))
 
 
+def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
+    """Finds which outputs of a program can be made when: its inputs come one after the other.
+
+    Args:
+      closed: the program.
+      inputs: numbers of inputs, and when each comes; the others are there from 0.
+
+    Returns:
+      For each output, when the last input that it needs comes.
+
+    Example:
+      >>> import jax
+      >>> arrivals(jax.make_jaxpr(lambda a, b, c: (a + b, c, a * c))(1.0, 2.0, 3.0), {1: 1, 2: 2})
+      [1, 2, 2]
+    """
+    jaxpr = straighten(closed).jaxpr
+    comes = {jaxpr.invars[number]: when for number, when in inputs.items()}
+
+    def last(atoms: Iterable[Any]) -> int:
+        return max((comes.get(var, 0) for var in _variables(atoms)), default=0)
+
+    for eqn in jaxpr.eqns:
+        comes.update(dict.fromkeys(eqn.outvars, last(eqn.invars)))
+    return [last([atom]) for atom in jaxpr.outvars]
+
+
 def _homes(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:
     """Gives each equation to the first group that needs it; those that only act (a print) to the last."""
     acting = [at for at, eqn in enumerate(jaxpr.eqns) if eqn.effects]

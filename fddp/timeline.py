@@ -14,7 +14,7 @@ class Span:
     """One stretch of work; times in seconds of a common clock."""
 
     kind: str
-    """"compute" or "communication"."""
+    """"compute" (forward and backward), "communication" or "update"."""
     name: str
     start: float
     end: float
@@ -47,6 +47,10 @@ class Timeline:
         return tuple(span for span in self.spans if span.kind == "communication")
 
     @property
+    def updates(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.kind == "update")
+
+    @property
     def seconds(self) -> float:
         """From the first start to the last end."""
         return max((s.end for s in self.spans), default=0) - min((s.start for s in self.spans), default=0)
@@ -54,7 +58,7 @@ class Timeline:
     @property
     def computing(self) -> float:
         """Seconds during which something was computed."""
-        return _covered(self.compute)
+        return _covered(self.compute + self.updates)
 
     @property
     def communicating(self) -> float:
@@ -64,7 +68,7 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Seconds during which something was computed and something sent."""
-        return _common(self.communication, self.compute)
+        return _common(self.communication, self.compute + self.updates)
 
     @property
     def exposed(self) -> float:
@@ -80,14 +84,15 @@ class Timeline:
     def bound(self) -> float:
         """The earliest end, in seconds, that these stages and all-reduces allow.
 
-        Each all-reduce starts when its stage is done and the link is free; computation that is no stage of a bucket
-        (the update) waits for both.
+        Each all-reduce starts when its stage is done and the link is free; each update when its all-reduce is done and
+        all stages are. Computation beyond the stages of the buckets counts as an update.
 
         Returns:
           Seconds from the start of the first stage.
         """
         lengths, sends = [span.seconds for span in self.compute], [span.seconds for span in self.communication]
-        return simulate(lengths[: len(sends)], sends, sum(lengths[len(sends) :])).seconds
+        updates = [sum(lengths[len(sends) :]), *(span.seconds for span in self.updates)]
+        return simulate(lengths[: len(sends)], sends, updates).seconds
 
     def __str__(self) -> str:
         begin = min((span.start for span in self.spans), default=0)
@@ -113,17 +118,17 @@ class Pace(NamedTuple):
 
 
 def simulate(
-    stages: Sequence[float], sends: Sequence[float], update: float = 0.0, pace: Pace | None = None
+    stages: Sequence[float], sends: Sequence[float], updates: Sequence[float] = (), pace: Pace | None = None
 ) -> Timeline:
     """Runs a staged step on paper.
 
-    Stages follow each other; all-reduce k starts when stage k (or the last one) is done and the link is free; the
-    update follows when all is done.
+    Stages follow each other; all-reduce k starts when stage k (or the last one) is done and the link is free; updates
+    follow the stages, each when its all-reduce is done.
 
     Args:
       stages: seconds of each stage alone.
       sends: seconds of each all-reduce alone.
-      update: seconds of the update.
+      updates: seconds of each update; the last one follows the last all-reduce, the one before it the one before.
       pace: how both slow each other down; None: not at all, the bound of any schedule.
 
     Returns:
@@ -138,27 +143,35 @@ def simulate(
       6.0
     """
     pace, spans, clock = pace or Pace(), list[Span](), 0.0
-    works, needs = (list(stages), list(sends)), len(stages) - 1
+    works, needs = ((*stages, *updates), tuple(sends)), len(stages) - 1
     done, since = [0, 0], [0.0, 0.0]
     left = [next(iter(work), 0.0) for work in works]
-    while done[0] < len(stages) or done[1] < len(sends):
-        busy = (done[0] < len(stages), done[1] < len(sends) and done[0] > min(done[1], needs))
+
+    def ready() -> tuple[bool, bool]:
+        computed, sent = done
+        # The all-reduce that the next update waits for.
+        awaited = computed - len(works[0]) + len(sends)
+        return (
+            computed < len(stages) or (computed < len(works[0]) and sent > awaited),
+            sent < len(sends) and computed > min(sent, needs),
+        )
+
+    while done[0] < len(works[0]) or done[1] < len(sends):
+        busy = ready()
         speeds = pace if all(busy) else Pace()
         ends = [left[side] / speeds[side] if busy[side] else inf for side in (0, 1)]
         passed = min(ends)
-        for side, kind, name in ((0, "compute", "stage"), (1, "communication", "bucket")):
+        for side in (0, 1):
             if not busy[side]:
                 since[side] = clock + passed
             elif ends[side] > passed:
                 left[side] -= passed * speeds[side]
             else:
-                spans.append(Span(kind, f"{name} {done[side]}", since[side], clock + passed))
+                spans.append(Span(*_named(side, done[side], len(stages)), since[side], clock + passed))
                 done[side] += 1
                 since[side] = clock + passed
                 left[side] = next(iter(works[side][done[side] :]), 0.0)
         clock += passed
-    if update:
-        spans.append(Span("compute", "update", clock, clock + update))
     return Timeline(tuple(spans))
 
 
@@ -187,6 +200,13 @@ def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
 
 
 SLOWEST = 0.05  # a pace is a share of something: a run so noisy that it shows none still gets on
+
+
+def _named(side: int, number: int, stages: int) -> tuple[str, str]:
+    """Kind and name of what was computed (side 0) or sent."""
+    if side:
+        return "communication", f"bucket {number}"
+    return ("compute", f"stage {number}") if number < stages else ("update", f"update {number - stages}")
 
 
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:

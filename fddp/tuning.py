@@ -40,6 +40,8 @@ class Candidate:
     bucket_cap_mb: float
     stages: tuple[float, ...]
     """Seconds that the stages take alone."""
+    updates: tuple[float, ...]
+    """Seconds of the updates, each after its all-reduce."""
     nbytes: tuple[int, ...]
     """Bytes of each all-reduce."""
     predicted_s: float
@@ -53,8 +55,6 @@ class Tuning:
     replicas: int
     link: Link
     pace: Pace
-    update_s: float
-    """The update, after the last all-reduce."""
     idle_s: float
     """Python, and placing rows."""
     candidates: tuple[Candidate, ...]
@@ -85,10 +85,10 @@ class Tuning:
         Raises:
           ValueError: a single replica was measured, which says nothing of a link.
         """
-        hop, update = hop_of(self.link, self.replicas, algorithm), self.update_s + self.idle_s
-        one = self.best
+        hop, one = hop_of(self.link, self.replicas, algorithm), self.best
+        updates = (*one.updates[:-1], one.updates[-1] + self.idle_s)
         return project(
-            one.stages, one.nbytes, hop, update=update, pace=self.pace, replicas=replicas, algorithm=algorithm
+            one.stages, one.nbytes, hop, updates=updates, pace=self.pace, replicas=replicas, algorithm=algorithm
         )
 
     def __str__(self) -> str:
@@ -198,8 +198,9 @@ def tune(
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
             nbytes = wire_bytes(plan, tail)
             stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
-            line = simulate(stages, [link.seconds(n) for n in nbytes], busy.update, pace)
-            return Candidate(cap_mb, stages, nbytes, line.seconds + busy.idle)
+            updates = joined(fine.updates, order, plan, total=sum(busy.updates))
+            line = simulate(stages, [link.seconds(n) for n in nbytes], updates, pace)
+            return Candidate(cap_mb, stages, updates, nbytes, line.seconds + busy.idle)
 
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
 
@@ -213,7 +214,7 @@ def tune(
         if chosen in seen:
             break
     (check,) = _in_turn(group, made(group, chosen)[1])
-    return Tuning(group.size, link, pace, busy.update, busy.idle, candidates, best, typical(group, check).seconds)
+    return Tuning(group.size, link, pace, busy.idle, candidates, best, typical(group, check).seconds)
 
 
 def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tuning:
@@ -282,7 +283,7 @@ def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: flo
     took = np.array([[span.seconds for span in step.timeline.communication] for step in steps])
     waited = np.sum(took - group.all_reduce(took, op="min"), axis=1)
     paces = [
-        observed_pace(step.timeline, stages + step.timeline.compute[-1].seconds, sends + wait)
+        observed_pace(step.timeline, stages + sum(span.seconds for span in step.timeline.updates), sends + wait)
         for step, wait in zip(steps, waited.tolist())
     ]
     return Pace(*(group.all_reduce(np.median(np.array(paces), axis=0)) / group.processes).tolist())

@@ -39,7 +39,7 @@ def test_a_single_replica_says_nothing_of_a_link():
 
 def test_a_projection_simulates_the_step_with_the_algorithms_all_reduces():
     # All-reduces among four: 2·3·(0 + 10/4/10) = 1.5 s each. Stages end at 2 and 3; sent 2–3.5 and 3.5–5; update 1 s.
-    (one,) = project([2.0, 1.0], [10, 10], Link(0.0, 10.0), update=1.0, replicas=[4])
+    (one,) = project([2.0, 1.0], [10, 10], Link(0.0, 10.0), updates=[1.0], replicas=[4])
     assert (one.step_s, one.exposed_s, one.efficiency) == (6.0, 2.0, 4 / 6)
 
 

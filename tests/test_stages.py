@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from fddp.program import collectives, straighten
-from fddp.stages import cut
+from fddp.stages import arrivals, cut
 
 
 def run_stages(stages, closed, args):
@@ -107,3 +108,25 @@ def test_collectives_are_found_at_any_depth():
     closed = jax.make_jaxpr(jax.jit(inside), axis_env=[("i", 2)])(1.0)
     assert len(collectives(closed)) == 1
     assert not collectives(gradient_program()[0])
+
+
+### What can be made when
+
+
+def test_an_output_waits_for_the_last_of_the_inputs_it_needs():
+    def update(state, first, second, third):
+        return state + 1, jnp.sin(first), first * third, jax.jit(jnp.cos)(second), third
+
+    closed = jax.make_jaxpr(update)(0.0, 1.0, 2.0, 3.0)
+    assert arrivals(closed, {1: 0, 2: 1, 3: 2}) == [0, 0, 2, 1, 2]
+
+
+def test_what_depends_on_all_waits_for_all():
+    """Clipping by the global norm: no parameter moves before the last gradient is there."""
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    params = [jnp.ones(2), jnp.ones(3)]
+
+    def update(*grads):
+        return optax.apply_updates(params, clip.update(list(grads), clip.init(params))[0])
+
+    assert arrivals(jax.make_jaxpr(update)(*params), {0: 0, 1: 1}) == [1, 1]

@@ -49,9 +49,21 @@ def times(line, kind):
 
 
 def test_a_simulated_all_reduce_waits_for_its_stage_and_for_the_link():
-    line = simulate([2, 1, 1], [2, 2, 1], update=1)
-    assert times(line, "compute") == [(0, 2), (2, 3), (3, 4), (7, 8)]
+    line = simulate([2, 1, 1], [2, 2, 1], [1])
+    assert times(line, "compute") == [(0, 2), (2, 3), (3, 4)]
+    assert times(line, "update") == [(7, 8)]
     assert times(line, "communication") == [(2, 4), (4, 6), (6, 7)]
+
+
+def test_a_simulated_update_waits_for_all_stages_and_for_its_all_reduce():
+    # Stages end at 4; all-reduces at 4, 6 and 7: updates of 1 s from 4, 6 and 7 on.
+    line = simulate([2, 1, 1], [2, 2, 1], [1, 1, 1])
+    assert times(line, "update") == [(4, 5), (6, 7), (7, 8)]
+
+
+def test_a_bound_lets_updates_run_while_later_buckets_travel():
+    updates = [Span("update", f"update {k}", 9, 10) for k in range(3)]
+    assert Timeline((*compute((0, 2), (2, 3), (3, 4)), *send((4, 6), (6, 8), (8, 9)), *updates)).bound() == 8
 
 
 def test_a_link_that_is_free_waits_for_the_next_stage():

@@ -1,0 +1,101 @@
+"""A cut program, compiled: each stage is an XLA program of its own that hands values on to later ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from fddp.member import Member
+from fddp.stages import Stage, cut
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Stages, to be run one after the other."""
+
+    stages: tuple[Stage, ...]
+    programs: tuple[Callable[..., Sequence[jax.Array]], ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Which of the program's outputs each stage makes."""
+
+    def run(self, k: int, values: dict[int, Any]) -> Sequence[jax.Array]:
+        """Launches stage k.
+
+        Args:
+          k: the next stage.
+          values: by number, the program's inputs first; what no later stage reads is taken out, what the stage hands
+            on is put in.
+
+        Returns:
+          The outputs of its group.
+        """
+        stage = self.stages[k]
+        made = self.programs[k](*(values[number] for number in stage.reads))
+        for number in stage.frees:
+            del values[number]
+        values.update(zip(stage.writes, made))
+        return made[len(stage.writes) :]
+
+
+def relay(
+    member: Member,
+    closed: ClosedJaxpr,
+    groups: Sequence[Sequence[int]],
+    given: Sequence[jax.ShapeDtypeStruct],
+    specs: Sequence[PartitionSpec],
+    out_spec: PartitionSpec,
+    donate: Sequence[int] = (),
+) -> Relay:
+    """Cuts a program of one replica and compiles its stages.
+
+    Args:
+      member: the replicas.
+      closed: the program.
+      groups: numbers of its outputs, for each stage.
+      given: the form of each of its inputs, as all replicas together have it.
+      specs: of each of its inputs.
+      out_spec: of its outputs.
+      donate: numbers of the inputs whose memory may be used for something else, once nothing reads them any more.
+
+    Returns:
+      The stages, ready to run.
+    """
+    jaxpr = closed.jaxpr
+    outputs = [jaxpr.outvars[number] for group in groups for number in group]
+    sizes = [len(group) for group in groups]
+    stages = cut(ClosedJaxpr(jaxpr.replace(outvars=outputs), closed.consts), sizes)
+    forms, inputs = dict(enumerate(given)), len(given)
+
+    compiled: dict[Any, Callable[..., Sequence[jax.Array]]] = {}
+
+    def program(stage: Stage, results: int) -> Callable[..., Sequence[jax.Array]]:
+        def body(*values: jax.Array) -> list[jax.Array]:
+            # What stages hand on is each replica's own and crosses with a first dim.
+            read = [value if number < inputs else value[0] for number, value in zip(stage.reads, values)]
+            made = stage.run(*read)
+            handed = len(stage.writes)
+            return [value[None] for value in made[:handed]] + made[handed:]
+
+        in_specs = tuple(specs[number] if number < inputs else member.own for number in stage.reads)
+        out_specs = [member.own] * len(stage.writes) + [out_spec] * results
+        free = [at for at, number in enumerate(stage.reads) if number in stage.frees and number in donate]
+        read = [forms[number] for number in stage.reads]
+        traced = member.program(body, in_specs, out_specs, donate=free).trace(*read)
+        forms.update(zip(stage.writes, traced.out_info))
+        lowered = traced.lower()
+        # Equal layers make equal stages: what XLA would get twice is compiled once.
+        same = (lowered.as_text(), tuple((x.shape, x.dtype) for x in read), *map(id, traced.jaxpr.consts))
+        if same not in compiled:
+            compiled[same] = lowered.compile()
+        return compiled[same]
+
+    programs = tuple(program(stage, size) if size else _nothing for stage, size in zip(stages, sizes))
+    return Relay(stages, programs, tuple(map(tuple, groups)))
+
+
+def _nothing() -> list[jax.Array]:
+    """A stage without outputs; it has no equations either, as nobody needs them."""
+    return []

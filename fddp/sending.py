@@ -1,0 +1,78 @@
+"""The sum of one wire over replicas, made between programs: what the schedules of several programs send with."""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import UInt32
+
+from fddp.communicator import MOST, psum_bytes
+from fddp.member import EVERYWHERE, Member, lifted, lowered
+from fddp.reduction import PLAIN, Reduction, summed
+from fddp.timeline import Span
+
+# What the reductions remember from step to step, one tree for each that is named.
+Memory = tuple[Any, ...]
+
+
+class Sent(NamedTuple):
+    """A wire that has come back."""
+
+    total: jax.Array
+    memory: Any
+    """What its reduction remembers."""
+    nbytes: Any
+    """Bytes that each replica sent."""
+    span: Span
+
+
+def sending(member: Member, reductions: Sequence[Reduction], donate: bool) -> Callable[..., Sent]:
+    """Makes a function that sends a wire and blocks the calling thread until it is back.
+
+    Args:
+      member: the replicas.
+      reductions: how the first wires are summed; further ones plainly.
+      donate: whether the memory of what is remembered may be used again.
+
+    Returns:
+      `send(k, memory, first, wire)`: the sum of wire k; `first()` is wire 0, come back.
+    """
+    own, lanes = member.own, lanes_of(member, reductions)
+
+    def program(reduction: Reduction) -> Callable[..., Any]:
+        def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any]:
+            total, mine, sent = summed(member.communicator, reduction, None, wire, lowered(mine))
+            return total, lifted(mine), sent
+
+        return member.program(run, (own, own), (EVERYWHERE, own, EVERYWHERE), donate=(1,) if donate else ())
+
+    programs = [program(reduction) for reduction in reductions]
+
+    def send(k: int, memory: Memory, first: Callable[[], Sent], wire: jax.Array) -> Sent:
+        start = perf_counter()
+        reduction = reductions[k] if k < len(reductions) else PLAIN
+        mine = memory[k] if k < len(memory) else ()
+        size = wire.size // member.share
+        if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
+            total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
+        elif reduction.apply is None:
+            total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.communicator, size, wire.dtype)
+        else:
+            total, mine, sent = jax.block_until_ready(programs[k](wire, mine))
+        nbytes = size * wire.dtype.itemsize
+        return Sent(total, mine, sent, Span("communication", reduction.name, start, perf_counter(), nbytes))
+
+    return send
+
+
+def lanes_of(member: Member, reductions: Sequence[Reduction]) -> tuple[Member, ...]:
+    """What carries the wires between programs, in turn; hooks share one communicator, where two at once would mix."""
+    hooked = any(reduction.apply for reduction in reductions)
+    return (member,) if hooked or not member.lanes else member.lanes
+
+
+def bytes_of(sends: Sequence[Sent]) -> UInt32[np.ndarray, " wires"]:
+    """What each replica sent for each wire (at most 2³² − 1 bytes are told)."""
+    return np.array([min(int(send.nbytes), MOST) for send in sends], np.uint32)

@@ -1,0 +1,171 @@
+"""The staged schedule: stages on the main thread, all-reduces on another, updates as what was sent comes back.
+
+Source: `DDPOptimizer` in TorchDynamo, which cuts a compiled graph at bucket boundaries; `_apply_optimizer_in_backward`
+in PyTorch, which updates a bucket while later ones travel.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fddp.member import EVERYWHERE, Member, trace
+from fddp.relay import Relay, relay
+from fddp.schedule import Pieces, Runner
+from fddp.sending import Memory, Sent, bytes_of, lanes_of, sending
+from fddp.stages import arrivals
+from fddp.timeline import Span, Timeline
+
+
+def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
+    """The backward cut where buckets become ready: the main thread runs stages, another sends what they made.
+
+    For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time
+    on each lane of the member.
+
+    Args:
+      member: the replicas' programs and sums.
+      pieces: the step.
+      donate: whether the last program may reuse the state's memory.
+
+    Returns:
+      The runner; stages are cut and compiled once for each form of its arguments.
+    """
+    own, lanes, send = member.own, lanes_of(member, pieces.reductions), sending(member, pieces.reductions, donate)
+    cuts: dict[Any, Cut] = {}
+    spans: list[Span] = []
+
+    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+        rows = member.place(rows, own)
+        leaves, treedef = jax.tree.flatten((state, pending, rows))
+        form = (treedef, tuple((x.shape, x.dtype) for x in leaves))
+        if form not in cuts:
+            cuts[form] = cut_step(member, pieces, donate, state, pending, rows)
+        now = cuts[form]
+        spans.clear()
+        # Threads live as long as the step: nothing is left behind, whatever happens.
+        with ExitStack() as stack:
+            names = [f"fddp-all-reduce-{number}" for number in range(len(lanes))]
+            threads = [stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in names]
+            sends, kept = _launch(now.backward, leaves, partial(send, memory=memory), threads, spans)
+            result = land(now.update, jax.tree.leaves(state), [one.result for one in sends], kept, spans)
+        done = [one.result() for one in sends]
+        spans.extend(one.span for one in done)
+        return now.result.unflatten(result), tuple(one.memory for one in done[: len(memory)])
+
+    return Runner(run, None, lambda: Timeline(tuple(spans)))
+
+
+class Cut(NamedTuple):
+    """A step in stages."""
+
+    backward: Relay
+    """`Pieces.local`: stage k makes wire k; the last one also what is kept."""
+    update: Relay
+    """`Pieces.finish`: stage k makes what can be made when wire k is back."""
+    result: Any
+    """Structure of what that makes."""
+
+
+def cut_step(member: Member, pieces: Pieces, donate: bool, state: Any, pending: Any, rows: Any) -> Cut:
+    """Cuts a step where wires leave, and where they come back.
+
+    Args:
+      member: the replicas.
+      pieces: the step.
+      donate: whether updates may reuse the state's memory.
+      state: arguments, or their forms.
+      pending: likewise.
+      rows: likewise.
+
+    Returns:
+      Both halves, compiled.
+    """
+    own = member.own
+
+    def scaled(x: Any, times: int = 1, parts: int = 1) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] * times // parts, *x.shape[1:]) if x.ndim else (), x.dtype)
+
+    equal, all_mine = jax.tree.map(scaled, state), jax.tree.map(scaled, (pending, rows))
+    mine = jax.tree.map(partial(scaled, parts=member.share), all_mine)
+    closed, (wires, kept) = trace(member, pieces.local, equal, *mine)
+    states, count = len(jax.tree.leaves(equal)), len(wires.arrays)
+    given = jax.tree.leaves((equal, all_mine))
+    specs = [EVERYWHERE] * states + [own] * (len(given) - states)
+    groups = [[k] for k in range(count)]
+    groups[-1] += range(count, len(closed.out_avals))
+    backward = relay(member, closed, groups, given, specs, own)
+
+    sent = jax.ShapeDtypeStruct((count,), np.uint32)
+    closed, result = trace(member, pieces.finish, equal, wires, kept, sent)
+    all_kept = jax.tree.leaves(jax.tree.map(partial(scaled, times=member.share), kept))
+    given = [*jax.tree.leaves((equal, wires)), *all_kept, sent]
+    specs = [EVERYWHERE] * (states + count) + [own] * len(all_kept) + [EVERYWHERE]
+    # How much was sent is known when all of it is back.
+    when = arrivals(closed, {states + k: k for k in range(count)} | {len(given) - 1: count - 1})
+    groups = [[number for number, k in enumerate(when) if k == wire] for wire in range(count)]
+    update = relay(member, closed, groups, given, specs, EVERYWHERE, donate=range(states) if donate else ())
+    return Cut(backward, update, jax.tree.structure(result))
+
+
+def _launch(
+    backward: Relay,
+    leaves: Sequence[jax.Array],
+    send: Callable[..., Sent],
+    threads: Sequence[ThreadPoolExecutor],
+    spans: list[Span],
+) -> tuple[list[Future[Sent]], list[jax.Array]]:
+    """Runs the backward pass and sends each wire as soon as it is there; also what is kept."""
+    values, sends, clock = dict(enumerate(leaves)), list[Future[Sent]](), perf_counter()
+    made: jax.Array | None = None
+    kept: list[jax.Array] = []
+
+    def leave(wire: jax.Array) -> None:
+        nonlocal clock
+        jax.block_until_ready(wire)
+        k = len(sends)
+        spans.append(Span("compute", f"stage {k}", clock, clock := perf_counter()))
+        sends.append(threads[k % len(threads)].submit(send, k, first=lambda: sends[0].result(), wire=wire))
+
+    for k in range(len(backward.stages)):
+        results = backward.run(k, values)
+        # One stage is queued behind the one that runs, so that the core never waits for Python.
+        if made is not None:
+            leave(made)
+        made, *kept = results
+        del results
+    if made is not None:
+        leave(made)
+    return sends, kept
+
+
+def land(
+    update: Relay, leaves: Sequence[jax.Array], back: Sequence[Callable[[], Sent]], kept: Any, spans: list[Span]
+) -> list[jax.Array]:
+    """Uses each wire as soon as it is back, while later ones travel.
+
+    Args:
+      update: the second half of a step.
+      leaves: of the state.
+      back: for each wire, what waits until it is back.
+      kept: what the replica kept for itself.
+      spans: where to write down how long each update took.
+
+    Returns:
+      The leaves of the step's result.
+    """
+    values, out = dict[int, Any](enumerate(leaves)), dict[int, jax.Array]()
+    values.update(enumerate(kept, len(leaves) + len(back)))
+    for k, group in enumerate(update.groups):
+        values[len(leaves) + k] = back[k]().total
+        if k == len(back) - 1:
+            values[len(leaves) + len(back) + len(kept)] = bytes_of([one() for one in back])
+        clock = perf_counter()
+        out.update(zip(group, jax.block_until_ready(update.run(k, values))))
+        spans.append(Span("update", f"update {k}", clock, perf_counter()))
+    return [out[number] for number in range(len(out))]
