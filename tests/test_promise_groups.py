@@ -105,11 +105,11 @@ def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
     sent = all_reduces(text)
     assert len(sent) == len(re.findall(r" all-reduce(-start)?\(", text))
     assert {groups for _, groups in sent} == {ON_REPLICAS, ON_PARTS}
-    *others, last = [size for size, groups in sent if groups == ON_REPLICAS]
+    among_replicas = [size for size, groups in sent if groups == ON_REPLICAS]
     loss_accuracy_and_weight = 3
     sizes = [bucket.size for bucket in step.plan.buckets]
     assert len(sizes) >= 3
-    assert sorted([*others, last]) == sorted([*sizes[:-1], sizes[-1] + loss_accuracy_and_weight])
+    assert sorted(among_replicas) == sorted([sizes[0] + loss_accuracy_and_weight, *sizes[1:]])
     parts = [part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))]
     assert sum(sizes) == sum(parts)
     # Nothing else moves but the accuracy's largest logits, of which each part finds one for every token.
@@ -281,7 +281,7 @@ def test_staged_has_as_many_all_reduces_under_way_as_there_are_links(group):
     step = fddp.train_step(loss, optax.sgd(1.0), group=replace(two, member=member), **options)
     state, _ = step(step.init(params), np.ones(2, np.float32))
     loss_and_weight = 2
-    assert carried == {"first": [2 * 4, 2 * 2], "second": [2 * 3, 2 * (1 + loss_and_weight)]}
+    assert carried == {"first": [2 * (4 + loss_and_weight), 2 * 2], "second": [2 * 3, 2 * 1]}
     for n, name in enumerate("abcd", 1):
         np.testing.assert_allclose(state.params[name], 1 - 1 / n, rtol=1e-6)
 
