@@ -44,7 +44,7 @@ class Options:
     schedule: str = "auto"
     """"fused": one program; "staged": cut where buckets become ready; "after": traffic last; "auto" picks."""
     donate: bool = True
-    """Whether a step may reuse the memory of the state it is given, which is then gone."""
+    """Whether a step may reuse the memory of the state it is given, which is then gone, even if the step fails."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"):

@@ -1,6 +1,7 @@
 """Claims about the staged schedule on one process; several are in test_equivalence and test_ranks."""
 
 import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -54,6 +55,39 @@ def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
     assert [span.nbytes for span in line.communication] == [sizes[0] + 3 * 4, *sizes[1:]]
     ready = [span.end for span in line.compute]
     assert all(span.start >= end for span, end in zip(line.communication, ready))
+
+
+def test_a_bucket_is_used_while_the_next_one_travels(group):
+    alone: fddp.Group = group(1)
+    sent: list[int] = []
+
+    def reduce(x: jax.Array) -> jax.Array:
+        sent.append(x.size)
+        if len(sent) == len(params):  # the last bucket comes back when all others have been used
+            end = time.monotonic() + 60
+            while len(step.timeline().updates) < len(params) - 1 and time.monotonic() < end:
+                time.sleep(0.01)
+            used.append(len(step.timeline().updates))
+        return alone.member.reduce(x)
+
+    used: list[int] = []
+    params = {name: jnp.ones(4) for name in "abc"}
+    loss = lambda p, x: sum(jnp.mean(w**2) for w in p.values()) * jnp.mean(x)  # noqa: E731
+    one = replace(alone, member=alone.member._replace(reduce=reduce))
+    step = fddp.train_step(loss, optax.adam(0.1), group=one, schedule="staged", bucket_cap_mb=0)
+    state, _ = step(step.init(params), np.ones(2, np.float32))
+    assert used == [2]
+    assert [span.name for span in step.timeline().updates] == ["update 0", "update 1", "update 2"]
+    assert all(np.allclose(w, 0.9) for w in state.params.values())  # Adam's first step is its rate
+
+
+def test_a_staged_step_uses_the_memory_of_the_state_it_was_given(group):
+    loss_fn, params, _, batch = problem(gpt)
+    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    state = step.init(params)
+    new, _ = step(state, batch)
+    gone = [x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
+    assert all(gone) and not any(x.is_deleted() for x in jax.tree.leaves(new))
 
 
 def test_a_fused_step_says_that_it_has_no_timeline(group):
