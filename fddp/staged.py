@@ -67,7 +67,7 @@ class Cut(NamedTuple):
     backward: Relay
     """`Pieces.local`: stage k makes wire k; the last one also what is kept."""
     update: Relay
-    """`Pieces.finish`: stage k makes what can be made when wire k is back."""
+    """`Pieces.finish`: stage k needs no wire after k; some of the first have nothing to do."""
     result: Any
     """Structure of what that makes."""
 
@@ -107,10 +107,19 @@ def cut_step(member: Member, pieces: Pieces, donate: bool, state: Any, pending: 
     given = [*jax.tree.leaves((equal, wires)), *all_kept, sent]
     specs = [EVERYWHERE] * (states + count) + [own] * len(all_kept) + [EVERYWHERE]
     # How much was sent is known when all of it is back.
-    when = arrivals(closed, {states + k: k for k in range(count)} | {len(given) - 1: count - 1})
+    back = arrivals(closed, {states + k: k for k in range(count)} | {len(given) - 1: count - 1})
+    when = [_used(k, count) for k in back]
     groups = [[number for number, k in enumerate(when) if k == wire] for wire in range(count)]
     update = relay(member, closed, groups, given, specs, EVERYWHERE, donate=range(states) if donate else ())
     return Cut(backward, update, jax.tree.structure(result))
+
+
+def _used(k: int, count: int) -> int:
+    """With which wire what needs wire k is used: of those that are left half go together.
+
+    Little is to be done when the last one is back, and there are log₂ of `count` programs to compile.
+    """
+    return count - (1 << (count - k).bit_length() - 1)
 
 
 def _launch(
@@ -147,7 +156,7 @@ def _launch(
 def land(
     update: Relay, leaves: Sequence[jax.Array], back: Sequence[Callable[[], Sent]], kept: Any, spans: list[Span]
 ) -> list[jax.Array]:
-    """Uses each wire as soon as it is back, while later ones travel.
+    """Uses wires as they come back, while later ones travel.
 
     Args:
       update: the second half of a step.
