@@ -50,6 +50,13 @@ def steps(group: Any, shared: bool, schedule: str, count: int = 4, **options: An
     return state, infos
 
 
+def assert_same(schedule: str, got: Any, want: Any) -> None:
+    """To the bit; but a staged step cuts its update where buckets come back, here with the tail at their end and there
+    at their beginning, and XLA rounds the two by their last bit differently."""
+    rtol = 1e-6 if schedule == "staged" else 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), got, want)
+
+
 def on_the_wire(nbytes: float) -> int:
     return int(nbytes * 2 * (REPLICAS - 1) / REPLICAS)
 
@@ -58,7 +65,7 @@ def on_the_wire(nbytes: float) -> int:
 def test_layers_that_all_replicas_drop_are_not_sent_and_nothing_else_changes(group, schedule):
     state, infos = steps(group, True, schedule, skip_all_reduce_unused_params=True)
     plain, plain_infos = steps(group, True, schedule)
-    jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+    assert_same(schedule, state.params, plain.params)
     kept = [int(info.aux["kept"]) for info in infos]
     assert len(set(kept)) > 1 and min(kept) < LAYERS
     for info, plain_info, layers in zip(infos, plain_infos, kept):
@@ -74,7 +81,7 @@ def test_a_layer_that_one_replica_keeps_is_sent(group, schedule):
     options: Any = {"skip_all_reduce_unused_params": True}
     state, infos = steps(group, False, schedule, **options)
     plain, _ = steps(group, False, schedule)
-    jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+    assert_same(schedule, state.params, plain.params)
     for info in infos:
         used = sum(int(n) > 0 for n in jax.tree.leaves(info.used))
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + used * ONE)
