@@ -53,7 +53,7 @@ def steps(group: Any, shared: bool, schedule: str, count: int = 4, **options: An
 def assert_same(schedule: str, got: Any, want: Any) -> None:
     """To the bit; but a staged step cuts its update where buckets come back, here with the tail at their end and there
     at their beginning, and XLA rounds the two by their last bit differently."""
-    tolerances = {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0}
+    tolerances: dict[str, Any] = {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerances), got, want)
 
 
