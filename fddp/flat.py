@@ -1,8 +1,9 @@
 """A tree as bucket arrays, and back: the only place that knows how leaves lie in a bucket.
 
 Beside the leaves, a few more numbers travel with a step: the loss, metrics, buffers. They are its *tail*, a small
-vector of exact floats behind an early bucket: all are known when the forward pass ends, and with the weight among them
-a gradient can be divided and used as soon as its own bucket is back.
+vector of exact floats behind a bucket. All are known when the forward pass ends, and with the weight among them a
+gradient can be divided and used as soon as its own bucket is back: a staged step sends them early. In one program they
+come last, as XLA's GPU scheduler finds less to lay over a first bucket that waits for the loss too.
 """
 
 import math
@@ -85,7 +86,7 @@ jax.tree_util.register_dataclass(Wires, data_fields=["arrays"], meta_fields=["ta
 
 
 def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
-    """Puts a tree of small numbers behind the first bucket that holds them exactly, or on a wire of its own.
+    """Puts a tree of small numbers behind the bucket that carries them exactly, or on a wire of its own.
 
     Args:
       plan: the plan of the buckets.

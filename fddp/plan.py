@@ -69,9 +69,11 @@ class BucketPlan:
     treedef: Any
     exact: bool = True
     """Whether buckets arrive as they were sent: not when a hook changes them, or when they may not be sent at all."""
+    early: bool = False
+    """Whether loss, metrics and buffers ride on an early bucket: for schedules that use one while the next travels."""
 
     def carrier(self, dtype: DTypeLike = np.float32) -> int:
-        """Finds the wire on which loss, metrics and buffers travel: the first bucket that holds them exactly.
+        """Finds the wire on which loss, metrics and buffers travel: the last bucket that holds them, or the first.
 
         A wire of 16-bit words or a hook would round them; where there is nothing better they travel in one tiny
         all-reduce of their own, after the buckets.
@@ -88,7 +90,7 @@ class BucketPlan:
             for k, bucket in enumerate(self.buckets)
             if jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
         ]
-        return wide[0] if self.exact and wide else len(self.buckets)
+        return wide[0 if self.early else -1] if self.exact and wide else len(self.buckets)
 
     @cached_property
     def digest(self) -> str:

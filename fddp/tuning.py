@@ -7,7 +7,7 @@ Source: Li et al. (VLDB 2020), Fig. 7 and 8.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -196,7 +196,7 @@ def tune(
         tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
-            nbytes = wire_bytes(plan, tail)
+            nbytes = wire_bytes(replace(plan, early=True), tail)
             stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
             updates = joined(fine.updates, order, plan, total=sum(busy.updates))
             line = simulate(stages, [link.seconds(n) for n in nbytes], updates, pace)

@@ -1,5 +1,7 @@
 """Which bucket cap is best: `fddp.tuning` and `fddp.regrouping` by hand, and tunings of small networks."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -42,8 +44,9 @@ def test_a_tail_that_travels_alone_leaves_with_the_end():
     assert joined([*FINE, 0.5], ORDER, plan_of([2, 0, 1]), total=6.5) == (6, 0.5)
 
 
-def test_the_tail_rides_behind_the_first_bucket_or_alone():
-    assert wire_bytes(plan_of([2], [0], [1]), tail=100) == (112, 4, 8)
+def test_the_tail_rides_behind_a_bucket_or_alone():
+    assert wire_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
+    assert wire_bytes(replace(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
     assert wire_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
 
 
