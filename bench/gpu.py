@@ -10,7 +10,6 @@ With bench/overhead.py this is all that needs a GPU; where there is none it asks
 """
 
 import argparse
-import importlib
 import json
 import os
 import socket
@@ -32,6 +31,7 @@ from bench.record import interleave, ratio, save
 from fddp.audit import Audit
 from fddp.compiled.chips import CHIPS
 from fddp.flat import pack, unpack
+from fddp.workload import read_model
 
 RANKS, STEPS, PATIENCE_S = 2, 10, 600
 
@@ -164,8 +164,8 @@ def _told(audit: Audit) -> dict[str, Any]:
 
 def _model(name: str) -> tuple[Any, Any, Any, Any]:
     """Parameters, buffers, loss, and the rows of all ranks together."""
-    module_name, preset, rows = name.split(":")
-    module = importlib.import_module(f"models.{module_name}")
+    workload, _, rows = name.rpartition(":")
+    module, preset = read_model(f"models.{workload}")
     model = module.PRESETS[preset]
     batch = module.batch(model, RANKS * int(rows))
     params, model_state = module.init(model, jax.random.key(0), batch)

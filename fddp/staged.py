@@ -42,8 +42,9 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         rows = member.place(rows, own)
-        leaves, treedef = jax.tree.flatten((state, pending, rows))
-        form = (treedef, tuple((x.shape, x.dtype) for x in leaves))
+        (equal, of_state), (mine, of_rest) = jax.tree.flatten(state), jax.tree.flatten((pending, rows))
+        leaves = [*equal, *mine]
+        form = (of_state, of_rest, tuple((x.shape, x.dtype) for x in leaves))
         if form not in cuts:
             cuts[form] = cut_step(member, pieces, donate, state, pending, rows)
         now = cuts[form]
@@ -53,7 +54,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
             names = [f"fddp-all-reduce-{number}" for number in range(len(lanes))]
             threads = [stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in names]
             sends, kept = _launch(now.backward, leaves, partial(send, memory=memory), threads, spans)
-            result = land(now.update, jax.tree.leaves(state), [one.result for one in sends], kept, spans)
+            result = land(now.update, equal, [one.result for one in sends], kept, spans)
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
         return now.result.unflatten(result), tuple(one.memory for one in done[: len(memory)])

@@ -117,7 +117,7 @@ EXTREMES = {
 @pytest.mark.parametrize(
     ("dtype", "wires"), [(np.float32, 3), (np.float64, 3), (np.complex64, 3), (jnp.bfloat16, 4), (np.int32, 4)]
 )
-def test_every_tail_comes_back_exactly_on_the_first_bucket_that_holds_it(dtype, wires, x64):
+def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires, x64):
     plan, buckets = wide_enough(dtype)
     sent = jax.jit(lambda buckets: add_tail(plan, buckets, EXTREMES))(buckets)
     assert len(sent.arrays) == wires and plan.carrier() == (1 if wires == 3 else 3)

@@ -189,6 +189,12 @@ def test_the_table_says_when_metrics_need_an_all_reduce_of_their_own():
     assert plan.carrier() == 1 == len(plan.buckets) and "one all-reduce of their own" in str(plan)
 
 
+def test_metrics_ride_on_the_last_bucket_that_holds_them_or_early_on_the_first():
+    tree = [np.zeros(2, jnp.bfloat16), np.zeros(3, np.float32), np.zeros(4, np.float32), np.zeros(5, jnp.bfloat16)]
+    plan = make_plan(tree, order=[0, 1, 2, 3], bucket_cap_mb=0)
+    assert (plan.carrier(), replace(plan, early=True).carrier()) == (2, 1)
+
+
 def test_an_empty_tree_has_an_empty_plan_that_prints():
     assert make_plan({}).buckets == ()
     assert "0 of 0 leaves in 0 buckets" in str(make_plan({}))
