@@ -8,6 +8,7 @@ two cores. Needs root and iproute2.
 """
 
 import argparse
+import atexit
 import json
 import os
 import shutil
@@ -100,7 +101,9 @@ def start_gloo(command: Sequence[str], env: Mapping[str, str]) -> list[subproces
 
 def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:
     """Starts a command on each host, as rank 0 and 1 of MPI over TCP."""
-    launcher = Path(tempfile.mkdtemp(prefix="fddp-")) / "enter"
+    folder = tempfile.mkdtemp(prefix="fddp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    launcher = Path(folder) / "enter"
     cases = "\n".join(f'{address}) exec {" ".join(_enter(k))} sh -c "$*" ;;' for k, address in enumerate(ADDRESSES))
     # Called as ssh is: options, host, command.
     launcher.write_text(

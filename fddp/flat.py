@@ -86,7 +86,7 @@ jax.tree_util.register_dataclass(Wires, data_fields=["arrays"], meta_fields=["ta
 
 
 def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
-    """Puts a tree of small numbers behind the bucket that carries them exactly, or on a wire of its own.
+    """Puts a tree of small numbers behind the bucket that carries them exactly, or on a wire of their own.
 
     Args:
       plan: the plan of the buckets.
@@ -94,14 +94,15 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
       tail: a tree of arrays of any numeric dtype.
 
     Returns:
-      What is sent: as many flat arrays as there are buckets, one more at the end if the tail travels alone.
+      What is sent: as many flat arrays as there are buckets, one more if the tail travels alone.
     """
     leaves, treedef = jax.tree.flatten(tail)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     dtype = _tail_dtype(shapes)
     words = [_to_floats(x, dtype) for x in leaves]
-    at = plan.carrier(dtype)
-    arrays = [*buckets, jnp.zeros(0, dtype)] if at == len(buckets) else list(buckets)
+    (at, alone), arrays = _place(plan, dtype), list(buckets)
+    if alone:
+        arrays.insert(at, jnp.zeros(0, dtype))
     arrays[at] = _joined([arrays[at], *words], arrays[at].dtype)
     return Wires(tuple(arrays), (shapes, treedef))
 
@@ -118,11 +119,19 @@ def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
     """
     shapes, treedef = wires.tail
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
-    at, arrays = plan.carrier(_tail_dtype(shapes)), list(wires.arrays)
+    (at, alone), arrays = _place(plan, _tail_dtype(shapes)), list(wires.arrays)
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
+    if alone:
+        del arrays[at]
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
-    return tuple(arrays[: len(plan.buckets)]), tail
+    return tuple(arrays), tail
+
+
+def _place(plan: BucketPlan, dtype: np.dtype) -> tuple[int, bool]:
+    """The number of the wire that a tail of this dtype travels on, and whether nothing else does."""
+    carrier = plan.carrier(dtype)
+    return (0 if plan.led else len(plan.buckets), True) if carrier is None else (carrier, False)
 
 
 def _joined(pieces: list[Array], dtype: np.dtype) -> Array:

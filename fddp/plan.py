@@ -70,19 +70,20 @@ class BucketPlan:
     exact: bool = True
     """Whether buckets arrive as they were sent: not when a hook changes them, or when they may not be sent at all."""
     early: bool = False
-    """Whether loss, metrics and buffers ride on an early bucket: for schedules that use one while the next travels."""
+    """Whether loss, metrics and buffers travel early: for schedules that use a bucket while the next one travels, and
+    for buckets that are sent only if a replica used what is in them."""
 
-    def carrier(self, dtype: DTypeLike = np.float32) -> int:
-        """Finds the wire on which loss, metrics and buffers travel: the last bucket that holds them, or the first.
+    def carrier(self, dtype: DTypeLike = np.float32) -> int | None:
+        """Finds the bucket behind which loss, metrics and buffers travel: the last that holds them, or the first.
 
         A wire of 16-bit words or a hook would round them; where there is nothing better they travel in one tiny
-        all-reduce of their own, after the buckets.
+        all-reduce of their own.
 
         Args:
           dtype: a real one that holds them.
 
         Returns:
-          The number of the bucket, or that of buckets.
+          The number of the bucket, or None.
         """
         bits = jnp.finfo(dtype).bits
         wide = [
@@ -90,7 +91,12 @@ class BucketPlan:
             for k, bucket in enumerate(self.buckets)
             if jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
         ]
-        return wide[0 if self.early else -1] if self.exact and wide else len(self.buckets)
+        return wide[0 if self.early else -1] if self.exact and wide else None
+
+    @property
+    def led(self) -> bool:
+        """Whether the first wire is no bucket: what travels alone, and early."""
+        return self.early and self.carrier() is None
 
     @cached_property
     def digest(self) -> str:
@@ -105,8 +111,8 @@ class BucketPlan:
         ]
         head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
         total = sum(b.nbytes for b in self.buckets) / MiB
-        alone = self.carrier() == len(self.buckets)
-        tail = "travel in one all-reduce of their own" if alone else f"ride in bucket {self.carrier()}"
+        carrier = self.carrier()
+        tail = "travel in one all-reduce of their own" if carrier is None else f"ride in bucket {carrier}"
         sent = sum(len(b.leaves) for b in self.buckets)
         foot = (
             f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB",

@@ -44,36 +44,36 @@ class Recipe:
     ) -> tuple[Wires, Any]:
         """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `shards.specs`."""
         _, pending = self._gather(state, pending, rows)
-        tail = pending.sums._replace(grads=(), used=None if self._asks_first else pending.sums.used)
         sent, kept = self._buffers(pending.model_state)
+        # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
+        tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        wires = pack_parts(self.member, plan, grads, (tail, sent), where)
-        first = (pending.sums.used,) if self._asks_first else ()
-        return replace(wires, arrays=first + wires.arrays), lifted(kept)
+        return pack_parts(self.member, plan, grads, tail, where), lifted(kept)
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
         """How the wires are summed over replicas."""
-        return reductions(plan, self.options.hook, self.chosen(params) if self._asks_first else None)
+        asks_first = self.options.skip_all_reduce_unused_params
+        return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None)
 
     def finish(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
         """The result of a step, from the sums over all replicas."""
-        first, arrays = (wires.arrays[:1], wires.arrays[1:]) if self._asks_first else ((), wires.arrays)
-        came, (tail, buffers) = unpack_parts(self.member, plan, replace(wires, arrays=arrays), where)
-        for used in first:
-            tail = tail._replace(used=used)
+        came, (used, sums, buffers) = unpack_parts(self.member, plan, wires, where)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
-        means = mean(tail._replace(grads=grads))
+        means = mean(sums._replace(grads=grads))
         model_state = buffers if self.options.broadcast_buffers else lowered(kept)
-        used = None if tail.used is None else _tree(plan, chosen, list(tail.used.astype(jnp.int32)))
+        used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan, chosen, means.grads)
+        # Whatever leads, bucket k's bytes are number k.
+        sent = jnp.roll(sent, -1) if plan.led else sent
         return self.use(state, Mean(grads, means.loss, means.aux, model_state, sent, used))
 
     def plan(self, params: Any, order: Sequence[int]) -> BucketPlan:
         """The buckets of the trained leaves in this order."""
-        exact = self.options.hook is None and not self._asks_first
-        return replace(make_plan(parts(self.member, params), order=order, **self.options.caps), exact=exact)
+        asks_first = self.options.skip_all_reduce_unused_params
+        plan = make_plan(parts(self.member, params), order=order, **self.options.caps)
+        return replace(plan, exact=self.options.hook is None and not asks_first, early=asks_first)
 
     def remembered(self, params: Any) -> Any:
         """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""
@@ -93,7 +93,7 @@ class Recipe:
         if self.options.hook is None:
             return ()
         leaves = plan.treedef.flatten_up_to(hook_state)
-        first = ((),) if self._asks_first else ()
+        first = ((),) if plan.led else ()
         return first + tuple(tuple(leaves[i] for i in bucket.leaves) for bucket in plan.buckets)
 
     def by_leaf(self, plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
@@ -101,7 +101,7 @@ class Recipe:
         if self.options.hook is None:
             return hook_state
         leaves = plan.treedef.flatten_up_to(hook_state)
-        for bucket, remembered in zip(plan.buckets, memory[1:] if self._asks_first else memory):
+        for bucket, remembered in zip(plan.buckets, memory[1:] if plan.led else memory):
             for i, new in zip(bucket.leaves, remembered):
                 leaves[i] = new
         return plan.treedef.unflatten(leaves)
@@ -131,11 +131,6 @@ class Recipe:
         leaves, treedef = jax.tree.flatten(params)
         chosen = set(self.chosen(params))
         return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
-
-    @property
-    def _asks_first(self) -> bool:
-        """Whether a wire of its own tells which leaves are used, before any bucket leaves."""
-        return self.options.skip_all_reduce_unused_params
 
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""

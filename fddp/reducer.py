@@ -144,7 +144,8 @@ class Reducer:
         dead = {i for i, path in zip(self.recipe.chosen(state.params), paths) if not path}
         order = [i for i in order if i not in dead]
         self.where = where = specs(self.group.member, state._replace(accumulated=None, hook_state=()))
-        self.plan = plan = replace(self.recipe.plan(state.params, order), early=schedule == "staged")
+        plan = self.recipe.plan(state.params, order)
+        self.plan = plan = replace(plan, early=plan.early or schedule == "staged")
         pieces = Pieces(
             partial(self.recipe.local, plan, where.params),
             self.recipe.reductions(plan, state.params),

@@ -27,20 +27,20 @@ class Reduction(NamedTuple):
     """(comm, wire, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
     a better way for between programs."""
     leaves: tuple[int, ...] | None = None
-    """Places in the mask, which is then the first wire; it is sent if a replica used one of them. None: always."""
+    """Places in the mask, with which the first wire then begins; it is sent if a replica used one of them. None:
+    always."""
 
 
 PLAIN = Reduction()
 
 
 def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None) -> tuple[Reduction, ...]:
-    """The sums of a step's wires; those that it does not name (the tail's, if it travels alone) are plain.
+    """The sums of a step's wires; those that it does not name (the tail's, if it comes last) are plain.
 
     Args:
       plan: the buckets.
       hook: what is done with each bucket; None: the plain sum.
-      mask: the leaves that a first wire tells the use of, so that buckets which nobody used are not sent; None: there
-        is no such wire.
+      mask: the leaves whose use the first wire tells, so that buckets which nobody used are not sent; None: all are.
 
     Returns:
       One for each wire in turn.
@@ -52,14 +52,14 @@ def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None
         apply = None if hook is None else partial(_hooked, hook, forms)
         return Reduction(f"bucket {k}", apply, None if mask is None else tuple(place[i] for i in bucket.leaves))
 
-    first = () if mask is None else (Reduction("mask"),)
+    first = (PLAIN,) if plan.led else ()
     return first + tuple(of(k, bucket) for k, bucket in enumerate(plan.buckets))
 
 
 def summed(
     comm: Communicator,
     reduction: Reduction,
-    mask: Float[Array, " leaves"] | None,
+    mask: Float[Array, " n"] | None,
     wire: Shaped[Array, " n"],
     memory: Any,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
@@ -68,7 +68,7 @@ def summed(
     Args:
       comm: how the replicas talk.
       reduction: how.
-      mask: how many replicas used each leaf, where the reduction asks.
+      mask: how many replicas used each leaf, and more behind it, where the reduction asks.
       wire: this replica's part.
       memory: what it remembers for this wire.
 

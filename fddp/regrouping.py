@@ -34,17 +34,20 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 
 def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
     """Bytes of each all-reduce of a plan, with the tail behind the one that carries it, or alone."""
-    sizes = {k: bucket.nbytes for k, bucket in enumerate(plan.buckets)}
-    sizes[plan.carrier()] = sizes.get(plan.carrier(), 0) + tail
-    return tuple(sizes.values())
+    sizes, carrier = [bucket.nbytes for bucket in plan.buckets], plan.carrier()
+    if carrier is None:
+        sizes.insert(0 if plan.led else len(sizes), tail)
+    else:
+        sizes[carrier] += tail
+    return tuple(sizes)
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
     """The stages of a plan (or its updates), from those of the finest cut: a bucket waits for the last of its leaves.
 
     Args:
-      fine: seconds of the stages of the finest cut, one for each leaf that travels, in order of readiness; further
-        ones (a tail that travels alone) belong to the end.
+      fine: seconds of the stages of the finest cut, one for each leaf that travels, in order of readiness; and one
+        before or behind them if a tail travels alone.
       order: those leaves.
       plan: buckets of the same leaves.
       total: seconds that all stages of this plan take together; each dispatch costs, so fewer stages take less.
@@ -52,9 +55,11 @@ def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total:
     Returns:
       Seconds of each stage of the plan.
     """
-    done = dict(zip(order, np.cumsum(fine).tolist()))
+    ends = np.cumsum(fine).tolist()
+    lead, ends = (ends[:1], ends[1:]) if plan.led else ([], ends)
+    done = dict(zip(order, ends))
     ready = np.maximum.accumulate([max(done[i] for i in bucket.leaves) for bucket in plan.buckets])
-    ends = [*ready.tolist(), sum(fine)] if len(fine) > len(order) else ready.tolist()
+    ends = [*lead, *ready.tolist(), *ends[len(order) :]]
     return tuple((np.diff([0.0, *ends]) * total / ends[-1]).tolist())
 
 

@@ -35,8 +35,8 @@ class StepInfo(NamedTuple):
     """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
     synchronization; 0 for leaves that are not trained."""
     sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
-    """Bytes that each replica sent for each sum over replicas: one for each bucket, and for what travels alone. Of p
-    replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
+    """Bytes that each replica sent for each sum over replicas: one for each bucket of the plan, and at the end for what
+    travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
 
 
 class Mean(NamedTuple):

@@ -167,7 +167,6 @@ def tune(
         )
     if not caps_mb:
         raise ValueError("caps_mb must hold at least one cap to choose from.")
-
     caps = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb") if name in options}
     alone = group.subgroup([group.rank])
 
@@ -186,17 +185,19 @@ def tune(
     finest, run_finest = made(alone, 0.0)
     run_finest()  # settles the order of readiness
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
-    plans = _different({cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb})
+    tail = {"exact": finest.plan.exact, "early": finest.plan.early}
+    plans = {cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb}
+    plans = {cap: replace(plan, **tail) for cap, plan in _different(plans).items()}
 
     def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
         """A real run with a cap, and what it tells of every other."""
         runs = _in_turn(group, run_finest, made(alone, cap_mb)[1], made(group, cap_mb)[1])
         (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
         pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
-        tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
+        more = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
-            nbytes = wire_bytes(replace(plan, early=True), tail)
+            nbytes = wire_bytes(plan, more)
             stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
             updates = joined(fine.updates, order, plan, total=sum(busy.updates))
             line = simulate(stages, [link.seconds(n) for n in nbytes], updates, pace)

@@ -1,5 +1,6 @@
 """Packing is lossless: every bit of every leaf comes back, and so does every bit of the tail."""
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -120,9 +121,19 @@ EXTREMES = {
 def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires, x64):
     plan, buckets = wide_enough(dtype)
     sent = jax.jit(lambda buckets: add_tail(plan, buckets, EXTREMES))(buckets)
-    assert len(sent.arrays) == wires and plan.carrier() == (1 if wires == 3 else 3)
+    assert len(sent.arrays) == wires and plan.carrier() == (1 if wires == 3 else None)
     back, tail = jax.jit(lambda sent: take_tail(plan, sent))(sent)
     assert_same_bits((back, tail), (buckets, EXTREMES))
+
+
+@pytest.mark.parametrize(("early", "sizes"), [(True, [1, 6, 4]), (False, [6, 4, 1])])
+def test_a_tail_that_may_ride_nowhere_travels_first_or_last(early, sizes):
+    tree = {"a": jnp.arange(4.0), "b": jnp.arange(6.0)}
+    plan = replace(make_plan(tree, bucket_cap_mb=0), exact=False, early=early)
+    sent = add_tail(plan, pack(plan, tree), jnp.float32(0.5))
+    assert [x.size for x in sent.arrays] == sizes
+    buckets, tail = take_tail(plan, sent)
+    assert_same_bits((unpack(plan, buckets), tail), (tree, jnp.float32(0.5)))
 
 
 def test_float64_tails_come_back_exactly_on_a_float64_bucket(x64):

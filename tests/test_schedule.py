@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import fddp
+from fddp import hooks
 from models import bert, gpt, mlp, resnet
 
 CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
@@ -80,6 +81,16 @@ def test_a_bucket_is_used_while_the_next_one_travels(group):
     assert used == [2]
     assert [span.name for span in step.timeline().updates] == ["update 0", "update 1", "update 2"]
     assert all(np.allclose(w, 0.9) for w in state.params.values())  # Adam's first step is its rate
+
+
+@pytest.mark.parametrize(("schedule", "order"), [("staged", [2, 0, 1]), ("after", [0, 1, 2])])
+def test_the_weight_by_which_a_hooks_sums_are_divided_travels_before_them_in_a_staged_step(group, schedule, order):
+    params = {"a": jnp.ones(4), "b": jnp.ones(4)}
+    loss = lambda p, x: jnp.mean(p["a"] * p["b"]) * jnp.mean(x)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(1), schedule=schedule, hook=hooks.bf16(), bucket_cap_mb=0)
+    step(step.init(params), np.ones(2, np.float32))
+    names = ["bucket 0", "bucket 1", "tail"]
+    assert [span.name for span in step.timeline().communication] == [names[k] for k in order]
 
 
 def test_a_staged_step_uses_the_memory_of_the_state_it_was_given(group):

@@ -44,10 +44,17 @@ def test_a_tail_that_travels_alone_leaves_with_the_end():
     assert joined([*FINE, 0.5], ORDER, plan_of([2, 0, 1]), total=6.5) == (6, 0.5)
 
 
+def test_a_tail_that_leads_leaves_before_all_others():
+    for groups, seconds in ([[2, 0, 1]], (0.5, 6)), ([[2], [0], [1]], (0.5, 3, 2, 1)):
+        plan = replace(plan_of(*groups), exact=False, early=True)
+        assert joined([0.5, *FINE], ORDER, plan, total=6.5) == seconds
+
+
 def test_the_tail_rides_behind_a_bucket_or_alone():
     assert wire_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
     assert wire_bytes(replace(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
     assert wire_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
+    assert wire_bytes(replace(plan_of([2], [0], [1]), exact=False, early=True), tail=100) == (100, 12, 4, 8)
 
 
 def test_each_further_stage_costs_what_two_cuts_say():
