@@ -9,6 +9,8 @@ give the path of its python.
   T_bound    the earliest end that stages, all-reduces and updates allow: stages and updates measured alone, all-reduces
              in "after", on the rank that waits the least for the other
   E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
+  E_beside   the same, where T_bound has stages, all-reduces and updates as they were beside each other: what is lost by
+             waiting alone, and not by sharing a core
   exposed    (T - T_alone) / T_traffic, T_traffic the sum of the all-reduces when nothing else runs
 """
 
@@ -115,11 +117,13 @@ def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timelin
         # What is neither, Python, comes at the end, as it does in every way.
         updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
         bound = simulate(stages, sends, updates).seconds
+        saved, lost = times[after] - times[staged], float(np.median([_waited(ranks) for ranks in spans[staged]]))
         result[wire] = {
             "alone_ms": 1e3 * times[alone],
             "traffic_ms": 1e3 * sum(sends),
             "bound_ms": 1e3 * bound,
-            "efficiency": (times[after] - times[staged]) / (times[after] - bound),
+            "efficiency": saved / (times[after] - bound),
+            "efficiency_beside": saved / (saved + lost),
             "exposed": (times[staged] - times[alone]) / sum(sends),
         }
     if "PyTorch, alone" in times:
@@ -131,6 +135,13 @@ def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timelin
 
 def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
     return Timeline(tuple(Span(**span) for span in spans))
+
+
+def _waited(ranks: Sequence[Timeline]) -> float:
+    """What a step took beyond the bound that its own stages, all-reduces and updates set."""
+    sends = np.min([[span.seconds for span in line.communication] for line in ranks], axis=0).tolist()
+    took = lambda spans: [span.seconds for span in spans]  # noqa: E731
+    return max(line.seconds - simulate(took(line.compute), sends, took(line.updates)).seconds for line in ranks)
 
 
 def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:
