@@ -1,6 +1,6 @@
 """How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX, and PyTorch DDP.
 
-    sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
+    sudo .venv/bin/python bench/overlap.py [--problems mlp mlp640 resnet18 gpt] [--torch PYTHON] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take
 turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
@@ -33,12 +33,12 @@ from fddp.drawing import draw, figure
 from fddp.timeline import Span, Timeline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
-CAPS_MB = {"mlp": 4.0, "resnet18": 4.0, "gpt": 2.0}  # what fddp.tune picks here, see bench/tuning.py
+CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}  # what fddp.tune picks here, see bench/tuning.py
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
+    parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "resnet18", "gpt"])
     parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=20)

@@ -23,7 +23,7 @@ def problem(name: str, seed: int) -> Problem:
     """Makes a problem by name, with a rank's own rows.
 
     Args:
-      name: "mlp", "resnet18", "resnet50" or "gpt".
+      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50" or "gpt".
       seed: of the rows.
 
     Returns:
@@ -31,6 +31,7 @@ def problem(name: str, seed: int) -> Problem:
     """
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
+        "mlp640": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 640, seed)),
         "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 2, seed, size=64)),
         "resnet50": (resnet, resnet.PRESETS["50"], lambda m: resnet.batch(m, 4, seed, size=64)),
         "gpt": (gpt, GPT_40M, lambda m: gpt.batch(m, 5, seed, length=96)),

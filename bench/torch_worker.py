@@ -47,7 +47,7 @@ def _say(said: Any, words: Any) -> None:
 
 def _step(name: str, rank: int, cap_mb: float | None) -> Any:
     torch.manual_seed(0)
-    model, batch = {"mlp": _mlp, "resnet18": _resnet18, "gpt": _gpt}[name](rank)
+    model, batch = {"mlp": _mlp, "mlp640": _mlp640, "resnet18": _resnet18, "gpt": _gpt}[name](rank)
     module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
@@ -72,12 +72,16 @@ class _WithLoss(nn.Module):
         return self.loss(self.net(x), y)
 
 
-def _mlp(rank: int) -> Any:
+def _mlp(rank: int, rows: int = 1024) -> Any:
     layers: list[nn.Module] = []
     for k in range(8):
         layers += [nn.Linear(1024, 1024, bias=False), *([nn.ReLU()] if k < 7 else [])]
-    x = torch.randn(2, 1024, 1024, generator=_rows(rank))
+    x = torch.randn(2, rows, 1024, generator=_rows(rank))
     return _WithLoss(nn.Sequential(*layers), F.mse_loss), (x[0], x[1])
+
+
+def _mlp640(rank: int) -> Any:
+    return _mlp(rank, rows=640)
 
 
 class _Block(nn.Module):

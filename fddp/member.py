@@ -6,8 +6,11 @@ of one replica into a program that runs on all of them, and `communicator` is wh
 move bytes between the hosts themselves.
 """
 
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -28,6 +31,7 @@ Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
 MESSAGES = 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
+URGENCY = 10  # steps of niceness
 
 # XLA would merge all buckets into one all-reduce (on CPU without any limit, on GPU up to 30 MiB), and before Hopper
 # its GPU scheduler overlaps nothing unless told to. Options of another platform are ignored.
@@ -194,11 +198,12 @@ def mpi_member(comm: Any) -> Member:
         sent = np.asarray(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
-        requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
-        wait = FIRST_WAIT_S
-        while not MPI.Request.Testall(requests):
-            time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
+        with urgent():
+            requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
+            wait = FIRST_WAIT_S
+            while not MPI.Request.Testall(requests):
+                time.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT_S)
         return jax.device_put(received, device).astype(x.dtype)
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
@@ -230,6 +235,23 @@ def mpi_member(comm: Any) -> Member:
         gather=gather,
         send=send,
     )
+
+
+@contextmanager
+def urgent() -> Iterator[None]:
+    """Puts the calling thread before those that compute, where the system allows it (root, or a limit of `nice`).
+
+    For one that sleeps most of the time: on a busy core it wakes up late, and the link waits. On two hosts
+    (bench/overlap.py, MLP of 640 rows) a step takes 393 ms instead of 412.
+    """
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    # On Linux 0 is the calling thread, elsewhere the process.
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, usual - URGENCY if sys.platform == "linux" else usual)
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, usual)
 
 
 def _first_devices(mesh: Mesh) -> list[Any]:

@@ -114,7 +114,7 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
             state, info = step(state, np.ones((1, width), np.float32))
             layers = int(info.aux)
             seen.add(layers)
-            expected = [4 * 4] + layers * [4 * width] + [3 * 4]
+            expected = layers * [4 * width] + [4 * 4 + 3 * 4]  # what is used travels with loss, weight and metric
             assert sorted(info.sent.tolist())[4 - layers :] == sorted(on_the_wire(group, n) for n in expected)
         assert len(seen) > 1
         assert same_on_all_ranks(group, state.params)
