@@ -1,6 +1,6 @@
 """How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX, and PyTorch DDP.
 
-    sudo .venv/bin/python bench/overlap.py [--problems mlp mlp640 resnet18 gpt] [--torch PYTHON] [--quick]
+    sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take
 turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
@@ -17,6 +17,7 @@ give the path of its python.
 import argparse
 import json
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,10 +39,11 @@ CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}  # what fddp.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "resnet18", "gpt"])
+    parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"], help="or mlp640")
     parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--name", default="overlap", help="of the files in bench/results")
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
     args = parser.parse_args()
     rounds = 3 if args.quick else args.rounds
@@ -49,8 +51,8 @@ def main() -> None:
     for name, result in results.items():
         print(f"\n{name}\n{table(result)}")
     if not args.quick:
-        print(save("overlap", {name: {k: v for k, v in r.items() if k != "spans"} for name, r in results.items()}))
-        print(picture(results))
+        print(save(args.name, {name: {k: v for k, v in r.items() if k != "spans"} for name, r in results.items()}))
+        print(picture(args.name, results))
 
 
 def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, Any]:
@@ -74,7 +76,11 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
         finally:
             for job in jobs:
                 job.terminate()
-                job.wait(20)
+            for job in jobs:
+                try:
+                    job.wait(20)
+                except subprocess.TimeoutExpired:  # JAX asks the other ranks first, and these may be gone
+                    job.kill()
 
 
 def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
@@ -162,13 +168,13 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def picture(results: dict[str, Any]) -> Path:
+def picture(name: str, results: dict[str, Any]) -> Path:
     """Draws the timelines of a median step under each other."""
     sheet, axes = figure(len(results))
-    for axis, (name, result) in zip(axes, results.items()):
+    for axis, (problem, result) in zip(axes, results.items()):
         draw(axis, {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")})
-        axis.set_title(f"{name}: computing (above) and sending (below)", loc="left")
-    return save_picture("overlap", sheet, dpi=120)
+        axis.set_title(f"{problem}: computing (above) and sending (below)", loc="left")
+    return save_picture(name, sheet, dpi=120)
 
 
 if __name__ == "__main__":
