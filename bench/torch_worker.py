@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def _say(said: Any, words: Any) -> None:
 
 def _step(name: str, rank: int, cap_mb: float | None) -> Any:
     torch.manual_seed(0)
-    model, batch = {"mlp": _mlp, "mlp640": _mlp640, "resnet18": _resnet18, "gpt": _gpt}[name](rank)
+    model, batch = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt}[name](rank)
     module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
@@ -78,10 +79,6 @@ def _mlp(rank: int, rows: int = 1024) -> Any:
         layers += [nn.Linear(1024, 1024, bias=False), *([nn.ReLU()] if k < 7 else [])]
     x = torch.randn(2, rows, 1024, generator=_rows(rank))
     return _WithLoss(nn.Sequential(*layers), F.mse_loss), (x[0], x[1])
-
-
-def _mlp640(rank: int) -> Any:
-    return _mlp(rank, rows=640)
 
 
 class _Block(nn.Module):

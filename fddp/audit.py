@@ -226,7 +226,7 @@ def _problems(audit: Audit) -> Iterator[str]:
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
-    # A tail that travels alone comes last: there is nothing left to hide them under.
+    # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
     held = [k for k in sent if not audit.flights[k].asynchronous and audit.buckets[k] != len(audit.plan.buckets)]
     alone = [k for k in sent if k not in held and not audit.flights[k].heavy]
     if held and audit.where == "cpu":

@@ -100,7 +100,7 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     dtype = _tail_dtype(shapes)
     words = [_to_floats(x, dtype) for x in leaves]
-    (at, alone), arrays = _place(plan, dtype), list(buckets)
+    (at, alone), arrays = plan.tail_wire(dtype), list(buckets)
     if alone:
         arrays.insert(at, jnp.zeros(0, dtype))
     arrays[at] = _joined([arrays[at], *words], arrays[at].dtype)
@@ -119,19 +119,13 @@ def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
     """
     shapes, treedef = wires.tail
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
-    (at, alone), arrays = _place(plan, _tail_dtype(shapes)), list(wires.arrays)
+    (at, alone), arrays = plan.tail_wire(_tail_dtype(shapes)), list(wires.arrays)
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
     if alone:
         del arrays[at]
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
     return tuple(arrays), tail
-
-
-def _place(plan: BucketPlan, dtype: np.dtype) -> tuple[int, bool]:
-    """The number of the wire that a tail of this dtype travels on, and whether nothing else does."""
-    carrier = plan.carrier(dtype)
-    return (0 if plan.led else len(plan.buckets), True) if carrier is None else (carrier, False)
 
 
 def _joined(pieces: list[Array], dtype: np.dtype) -> Array:

@@ -242,7 +242,7 @@ def urgent() -> Iterator[None]:
     """Puts the calling thread before those that compute, where the system allows it (root, or a limit of `nice`).
 
     For one that sleeps most of the time: on a busy core it wakes up late, and the link waits. On two hosts
-    (bench/overlap.py, MLP of 640 rows) a step takes 393 ms instead of 412.
+    (bench/overlap.py, MLP of 640 rows) a step takes 393 to 398 ms instead of 409 to 414.
     """
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     # On Linux 0 is the calling thread, elsewhere the process.

@@ -93,6 +93,18 @@ class BucketPlan:
         ]
         return wide[0 if self.early else -1] if self.exact and wide else None
 
+    def tail_wire(self, dtype: DTypeLike = np.float32) -> tuple[int, bool]:
+        """Finds the wire on which loss, metrics and buffers travel.
+
+        Args:
+          dtype: a real one that holds them.
+
+        Returns:
+          The number of the wire, and whether nothing else travels on it.
+        """
+        carrier = self.carrier(dtype)
+        return (0 if self.led else len(self.buckets), True) if carrier is None else (carrier, False)
+
     @property
     def led(self) -> bool:
         """Whether the first wire is no bucket: what travels alone, and early."""

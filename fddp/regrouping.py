@@ -34,11 +34,10 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 
 def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
     """Bytes of each all-reduce of a plan, with the tail behind the one that carries it, or alone."""
-    sizes, carrier = [bucket.nbytes for bucket in plan.buckets], plan.carrier()
-    if carrier is None:
-        sizes.insert(0 if plan.led else len(sizes), tail)
-    else:
-        sizes[carrier] += tail
+    (at, alone), sizes = plan.tail_wire(), [bucket.nbytes for bucket in plan.buckets]
+    if alone:
+        sizes.insert(at, 0)
+    sizes[at] += tail
     return tuple(sizes)
 
 
