@@ -1,9 +1,10 @@
 """What does cutting the backward into stages cost, when there is no traffic to hide?
 
-    python bench/cutting.py [--quick]
+    python bench/cutting.py [--cores 1 --name cutting_one_core] [--quick]
 
 One process, one replica: schedule "staged" against the one program of "fused". Time is measured in turns in one
-process; compile time and peak memory in a fresh process each. Then the same problem in 1, 2, 4, … 64 buckets.
+process; compile time and peak memory in a fresh process each. Then the same problem in 1, 2, 4, … 64 buckets. With
+`--cores 1` as a host of bench/two_hosts.py does it: two threads of XLA on one core.
 """
 
 import argparse
@@ -33,12 +34,16 @@ OPTIMIZER = optax.sgd(1e-3)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="on how many (default: all)")
+    parser.add_argument("--name", default="cutting", help="of the file in bench/results")
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing is saved")
     parser.add_argument("--alone", nargs=2, metavar=("PROBLEM", "SCHEDULE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
         print(json.dumps(alone(*args.alone)))
         return
+    os.sched_setaffinity(0, range(args.cores))
+    os.environ["NPROC"] = str(max(2, args.cores))  # XLA reads it when it starts
     rounds = 3 if args.quick else 15
     results: dict[str, Any] = {name: measure(name, rounds) for name in PROBLEMS}
     for name, result in results.items():
@@ -50,7 +55,7 @@ def main() -> None:
     for count, row in results["per bucket"].items():
         print(f"{count:>3} buckets {row['median_ms']:8.2f} ms, {row['ms a bucket more']:+.3f} ms a bucket")
     if not args.quick:
-        print(save("cutting", results))
+        print(save(args.name, results))
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:

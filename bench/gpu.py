@@ -11,8 +11,6 @@ With bench/overhead.py this is all that needs a GPU; where there is none it asks
 
 import argparse
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ import fddp
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.jobs import ending, start
 from bench.record import interleave, ratio, save
 from fddp.audit import Audit
 from fddp.compiled.chips import CHIPS
@@ -78,35 +77,22 @@ def packing(name: str, rounds: int) -> dict[str, Any]:
 
 def ranks(name: str) -> dict[str, Any]:
     """Starts two ranks on this machine's first device and compares them with one replica; or says why they failed."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "said.json"
-        world = {
-            "FDDP_SIZE": str(RANKS),
-            "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}",
+        env = {
             "PYTHONPATH": str(ROOT),
             "CUDA_VISIBLE_DEVICES": "0",
             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": str(0.8 / RANKS),
             "NPROC": "2",
         }
-        probe.close()
-        jobs = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--rank", name, str(path)],
-                env=os.environ | world | {"FDDP_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            said = [job.communicate(timeout=PATIENCE_S)[1] for job in jobs]
-        except subprocess.TimeoutExpired:
-            return {"failed": f"no end after {PATIENCE_S} s"}
-        finally:
-            for job in jobs:
-                job.kill()
+        command = [sys.executable, __file__, "--rank", name, str(path)]
+        pipes: Any = {"stderr": subprocess.PIPE, "text": True}
+        with ending(start("nccl", RANKS, command, env, **pipes)) as jobs:
+            try:
+                said = [job.communicate(timeout=PATIENCE_S)[1] for job in jobs]
+            except subprocess.TimeoutExpired:
+                return {"failed": f"no end after {PATIENCE_S} s"}
         if any(job.returncode for job in jobs):
             return {"failed": [text[-2000:] for text in said]}
         return json.loads(path.read_text())

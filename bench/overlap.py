@@ -17,7 +17,6 @@ give the path of its python.
 import argparse
 import json
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.jobs import ending
 from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
 from fddp.drawing import draw, figure
@@ -76,16 +76,8 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
         ]
         if torch:
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
-        try:
+        with ending(jobs):
             return _rounds([door.accept()[0] for _ in range(6 if torch else 4)], rounds)
-        finally:
-            for job in jobs:
-                job.terminate()
-            for job in jobs:
-                try:
-                    job.wait(20)
-                except subprocess.TimeoutExpired:  # JAX asks the other ranks first, and these may be gone
-                    job.kill()
 
 
 def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:

@@ -9,9 +9,6 @@ twice: with the stages of the two, and with those that the four have when each r
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.jobs import ending, start
 from bench.record import save
 from fddp.link import Link
 from fddp.scaling import REPLICAS, Algorithm, hop_of, project, ring, tree
@@ -52,16 +50,10 @@ def run(backend: str, name: str, size: int, rounds: int, cap_mb: float) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds), str(path)]
-        worker, env = [*worker, str(cap_mb)], os.environ | {"PYTHONPATH": str(ROOT), "NPROC": "2"}
-        if backend == "mpi":
-            jobs = [subprocess.Popen([Path(sys.executable).with_name("mpiexec"), "-n", str(size), *worker], env=env)]
-        else:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                world = {"FDDP_SIZE": str(size), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
-            jobs = [subprocess.Popen(worker, env=env | world | {"FDDP_RANK": str(rank)}) for rank in range(size)]
-        if any(job.wait(600) for job in jobs):
-            raise RuntimeError(f"{name} on {size} processes failed; its error is above.")
+        env = {"PYTHONPATH": str(ROOT), "NPROC": "2"}
+        with ending(start(backend, size, [*worker, str(cap_mb)], env)) as jobs:
+            if any(job.wait(600) for job in jobs):
+                raise RuntimeError(f"{name} on {size} processes failed; its error is above.")
         return json.loads(path.read_text())
 
 

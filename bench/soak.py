@@ -9,7 +9,6 @@ and ends its communication thread. Memory (RSS) and threads are read ten times o
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.jobs import ending, start
 from bench.record import save
 
 SIZE = 4
@@ -45,22 +45,11 @@ def main() -> None:
 def job(backend: str, steps: int) -> list[dict[str, Any]]:
     """Runs four ranks and collects what each read of itself."""
     command = [sys.executable, __file__, "--steps", str(steps), "--rank", backend]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    if backend == "mpi":
-        jobs = [([str(Path(sys.executable).with_name("mpiexec")), "-n", str(SIZE), *command], env)]
-    else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            world = {"FDDP_SIZE": str(SIZE), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
-        jobs = [(command, {**env, **world, "FDDP_RANK": str(rank)}) for rank in range(SIZE)]
-    processes = [subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True) for line, env in jobs]
-    try:
-        said = "".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
-    finally:
-        for process in processes:
-            process.terminate()  # mpiexec ends its ranks when asked to; killed, it would leave them
+    pipes: Any = {"stdout": subprocess.PIPE, "text": True}
+    with ending(start(backend, SIZE, command, {"JAX_PLATFORMS": "cpu"}, **pipes)) as jobs:
+        said = "".join(job.communicate(timeout=TIMEOUT_S)[0] for job in jobs)
     found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    if len(found) != SIZE or any(process.returncode for process in processes):
+    if len(found) != SIZE or any(job.returncode for job in jobs):
         raise RuntimeError(f"{backend}: not all of {SIZE} ranks came to their end:\n{said}")
     return sorted(found, key=lambda one: one["rank"])
 

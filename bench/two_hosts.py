@@ -22,6 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.jobs import MPIEXEC, ending
+
 NAMES = ("fddp-a", "fddp-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NETWORK = "10.77.0.0/24"
@@ -37,7 +41,8 @@ def main() -> None:
     args = parser.parse_args()
     with two_hosts(args.rate):
         start = start_gloo if args.gloo else start_mpi
-        sys.exit(max(process.wait() for process in start(args.command, {})))
+        with ending(start(args.command, {})) as jobs:
+            sys.exit(max(job.wait() for job in jobs))
 
 
 @contextmanager
@@ -80,13 +85,10 @@ def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]]) -> Any
     with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "said.json"
         words = command(str(path))
-        jobs = (start_mpi if backend == "mpi" else start_gloo)(words, {"PYTHONPATH": str(Path(__file__).parents[1])})
-        try:
+        start = start_mpi if backend == "mpi" else start_gloo
+        with ending(start(words, {"PYTHONPATH": str(ROOT)})) as jobs:
             if any(job.wait(900) for job in jobs):
                 raise RuntimeError(f"{' '.join(words)} failed over {backend}; its error is above.")
-        finally:
-            for job in jobs:
-                job.terminate()
         return json.loads(path.read_text())
 
 
@@ -111,10 +113,9 @@ def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess
     )
     launcher.chmod(0o755)
     over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
-    mpiexec = Path(sys.executable).with_name("mpiexec")
     hosts = ["-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", ",".join(ADDRESSES), "-ppn", "1", "-n", "2"]
     # mpiexec lives on the first host: the second reaches it over the wire.
-    inside = ["ip", "netns", "exec", NAMES[0], str(mpiexec), *hosts, *command]
+    inside = ["ip", "netns", "exec", NAMES[0], MPIEXEC, *hosts, *command]
     return [subprocess.Popen(inside, env={**os.environ, **over_tcp, **env})]
 
 

@@ -1,0 +1,56 @@
+"""Ranks as processes: started on this machine, and ended whatever happens."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+PATIENCE_S = 20
+
+
+def start(backend: str, size: int, command: Sequence[str], env: Mapping[str, str], **pipes: Any) -> list[subprocess.Popen]:
+    """Starts a command on so many ranks of this machine, which talk over loopback.
+
+    Args:
+      backend: "mpi", under mpiexec; otherwise the ranks find each other by FDDP_* variables.
+      size: number of ranks.
+      command: what each runs.
+      env: variables beside this process's own.
+      **pipes: what `subprocess.Popen` takes.
+
+    Returns:
+      The processes started: mpiexec alone, or one for each rank.
+    """
+    env = {**os.environ, **env}
+    if backend == "mpi":
+        return [subprocess.Popen([MPIEXEC, "-n", str(size), *command], env=env, **pipes)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env |= {"FDDP_SIZE": str(size), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+    return [subprocess.Popen(command, env=env | {"FDDP_RANK": str(rank)}, **pipes) for rank in range(size)]
+
+
+@contextmanager
+def ending(jobs: Sequence[subprocess.Popen]) -> Iterator[Sequence[subprocess.Popen]]:
+    """Waits for processes that have nothing left to do when the block is left, and ends those that go on."""
+    try:
+        yield jobs
+        _wait(jobs)
+    finally:
+        for job in jobs:
+            job.terminate()  # mpiexec ends its ranks when asked to; killed at once it would leave them
+        _wait(jobs)
+        for job in jobs:
+            job.kill()  # asked to end, JAX speaks to the other ranks first, and these may be gone
+
+
+def _wait(jobs: Sequence[subprocess.Popen]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while any(job.poll() is None for job in jobs) and time.monotonic() < end:
+        time.sleep(0.05)
