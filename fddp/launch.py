@@ -6,9 +6,9 @@ read: nothing here starts or connects anything.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE", "FDDP_COORDINATOR")
+FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,20 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
       1
     """
-    for launcher in (_explicit, _open_mpi, _hydra, _slurm):
-        launch = launcher(env)
-        if launch is not None:
-            return launch
-    return Launch("alone", rank=0, size=1)
+    found = (launcher(env) for launcher in (_explicit, _open_mpi, _hydra, _slurm))
+    launch, meeting = next((launch for launch in found if launch is not None), None), env.get("FDDP_COORDINATOR")
+    if launch is None and meeting is not None:
+        raise ValueError("FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE.")
+    # Whoever started the ranks: where they meet can be told beside it.
+    launch = launch or Launch("alone", rank=0, size=1)
+    return replace(launch, coordinator=meeting or launch.coordinator)
 
 
 def _explicit(env: Mapping[str, str]) -> Launch | None:
     given = [name for name in FDDP_VARIABLES if name in env]
     if not given:
         return None
-    missing = [name for name in FDDP_VARIABLES[:2] if name not in env]
+    missing = [name for name in FDDP_VARIABLES if name not in env]
     if missing:
         raise ValueError(f"{', '.join(given)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE.")
     return Launch(
@@ -73,7 +75,6 @@ def _explicit(env: Mapping[str, str]) -> Launch | None:
         rank=_integer(env, "FDDP_RANK"),
         size=_integer(env, "FDDP_SIZE"),
         local_rank=_integer(env, "FDDP_LOCAL_RANK") if "FDDP_LOCAL_RANK" in env else None,
-        coordinator=env.get("FDDP_COORDINATOR"),
     )
 
 
@@ -91,11 +92,16 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
 def _hydra(env: Mapping[str, str]) -> Launch | None:
     if "PMI_RANK" not in env:
         return None
-    return Launch(
+    launch = Launch(
         "Hydra",
         rank=_integer(env, "PMI_RANK"),
         size=_integer(env, "PMI_SIZE"),
         local_rank=_integer(env, "MPI_LOCALRANKID") if "MPI_LOCALRANKID" in env else None,
+    )
+    # srun speaks PMI too, and says more; under an mpiexec inside of Slurm the step may be that of its proxies.
+    slurm = _slurm(env)
+    return (
+        replace(slurm, launcher="Hydra") if slurm and (slurm.rank, slurm.size) == (launch.rank, launch.size) else launch
     )
 
 

@@ -5,6 +5,7 @@ Source: `torch.distributed.init_process_group`.
 
 import importlib.util
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -97,18 +98,23 @@ def _start(backend: str, launch: Launch, timeout_s: float) -> Group:
     if backend == "local":
         return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
     if backend == "mpi":
-        return _start_mpi()
+        return _start_mpi(launch)
     if not jax.distributed.is_initialized() and launch.size > 1:
         _start_distributed(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
+    if backend == "gloo" and jax.default_backend() != "cpu":
+        raise RuntimeError(
+            f"backend 'gloo' is for CPUs, and JAX computes on {jax.default_backend()} here; set JAX_PLATFORMS=cpu, or "
+            "use 'nccl'."
+        )
     rank, size = jax.process_index(), jax.process_count()
     if size > 1:
         end_together(rank, size, _service_ending(rank, size))
     return replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
 
 
-def _start_mpi() -> Group:
+def _start_mpi(launch: Launch) -> Group:
     # mpi4jax warns of every JAX newer than the one it was released with; ours is tested with it.
     os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
@@ -117,12 +123,25 @@ def _start_mpi() -> Group:
             f"backend 'mpi' needs {' and '.join(missing)}, not installed here: pip install 'fddp[mpi]', "
             "or use backend 'gloo'."
         )
-    from mpi4py import MPI  # first: it loads the MPI library that mpi4jax's extension then finds
-
-    group = mpi_group(MPI.COMM_WORLD)
+    comm = _mpi_world(launch)
+    group = mpi_group(comm)
     if group.processes > 1:
-        end_together(group.rank, group.processes, _mpi_ending(MPI.COMM_WORLD.Clone()))
+        end_together(group.rank, group.processes, _mpi_ending(comm.Clone()))
     return group
+
+
+def _mpi_world(launch: Launch) -> Any:
+    """MPI's own world, which must be the one that the launcher speaks of."""
+    from mpi4py import MPI  # it loads the MPI library that mpi4jax's extension then finds
+
+    comm = MPI.COMM_WORLD
+    if launch.launcher != "alone" and (comm.rank, comm.size) != (launch.rank, launch.size):
+        raise RuntimeError(
+            f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, MPI that it is rank {comm.rank} "
+            f"of {comm.size}: start it with the mpiexec of the MPI that mpi4py was built with "
+            f"({MPI.get_vendor()[0]}), or use backend 'gloo'."
+        )
+    return comm
 
 
 def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
@@ -133,7 +152,7 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
             launch.coordinator or _agree_on_coordinator(launch),
             launch.size,
             launch.rank,
-            local_device_ids=None if backend == "gloo" or launch.local_rank is None else [launch.local_rank],
+            local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
         )
     except RuntimeError as error:
@@ -147,12 +166,16 @@ def _agree_on_coordinator(launch: Launch) -> str:
             f"{launch.launcher} does not say where rank 0 is: give fddp.init(coordinator='host:port'), set "
             "FDDP_COORDINATOR, or install mpi4py."
         )
-    from mpi4py import MPI
-
-    host = socket.gethostname() if len(set(MPI.COMM_WORLD.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
+    comm = _mpi_world(launch)
+    host = socket.gethostname() if len(set(comm.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return MPI.COMM_WORLD.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
+        return comm.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
+
+
+def _own_gpu(local_rank: int) -> int:
+    """Which of the GPUs that this process sees is its own: the only one, where the launcher shows it no other."""
+    return 0 if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) else local_rank
 
 
 def _with_arguments(launch: Launch, rank: int | None, size: int | None, coordinator: str | None) -> Launch:

@@ -1,5 +1,7 @@
 """Every launcher's environment is read for what it says, and for nothing it does not say."""
 
+from dataclasses import replace
+
 import pytest
 
 from fddp.launch import Launch, read_launch
@@ -64,6 +66,17 @@ def test_the_users_own_variables_win_then_the_innermost_launcher():
     assert read_launch(SLURM | HYDRA | OPEN_MPI).launcher == "Open MPI"
     # mpiexec inside a Slurm allocation starts its processes through srun.
     assert read_launch(SLURM | HYDRA).launcher == "Hydra"
+
+
+def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():
+    assert read_launch(OPEN_MPI | {"FDDP_COORDINATOR": "a:1"}) == replace(read_launch(OPEN_MPI), coordinator="a:1")
+
+
+def test_srun_that_speaks_pmi_as_well_says_where_rank_0_is():
+    slurm = read_launch(SLURM)
+    pmi = {"PMI_RANK": str(slurm.rank), "PMI_SIZE": str(slurm.size)}
+    assert read_launch(SLURM | pmi) == replace(slurm, launcher="Hydra")
+    assert read_launch(SLURM | pmi | {"PMI_RANK": str(slurm.rank + 1)}).coordinator is None
 
 
 def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
