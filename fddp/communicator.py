@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Int32, Shaped, UInt32
 
 MOST = 2**32 - 1
 
@@ -95,6 +95,11 @@ def taken(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, A
     sent = sum(comm.sent[before:])
     del comm.sent[before:]
     return result, sent
+
+
+def told(sent: Any) -> UInt32[Array, ""]:
+    """A count of bytes as programs carry it: at most 2³² − 1."""
+    return jnp.asarray(min(sent, MOST) if isinstance(sent, int) else sent, jnp.uint32)
 
 
 def psum_bytes(comm: Communicator, size: int, dtype: Any) -> int:

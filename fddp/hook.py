@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from fddp.communicator import Communicator, taken
+from fddp.communicator import Communicator, taken, told
 
 State = tuple[Any, ...]
 
@@ -84,7 +84,7 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
             def run(state: State) -> Any:
                 own = tuple(leaf[name] for leaf in state)
                 (total, own), sent = taken(comm, hook.apply, comm, bucket, own)
-                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), jnp.uint32(sent)
+                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), told(sent)
 
             return run
 

@@ -58,7 +58,8 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     Args:
       hook: whose sums; None: `allreduce()`.
       predivide: what a replica's part is divided by before it is rounded, and the sum multiplied by afterwards, so
-        that the sum stays below 65,504; None: the number of replicas.
+        that the sum stays below 65,504; None: the number of replicas. A part is Σ w·g over micro-batches: with
+        accumulation, a loss scale or `fddp.Weighted` losses give what these multiply to.
 
     Returns:
       The hook.
@@ -71,8 +72,7 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     hook = hook or allreduce()
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        by = predivide or comm.size
-        psum = lambda x: by * _narrow_psum(comm, jnp.float16, x / by)  # noqa: E731
+        psum = partial(_narrow_psum, comm, jnp.float16, by=predivide or comm.size)
         return hook.apply(replace(comm, psum=psum), bucket, state)
 
     return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
@@ -96,9 +96,12 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
         message = _to_int8(_rows(x, comm.size, block), block)
-        arrived = _from_int8(comm.all_to_all(message), block)
-        total = comm.all_gather(_to_int8(arrived.sum(0), block))
-        return _from_int8(total, block).reshape(-1)[: x.size], _from_int8(message, block).reshape(-1)[: x.size]
+        arrived = _from_int8(comm.all_to_all(message), block).sum(0)
+        answer = _to_int8(arrived, block)
+        total = _from_int8(comm.all_gather(answer), block)
+        # What is lost when the sum is rounded, too, is remembered by the replica that rounds it.
+        stood = _from_int8(message, block).at[comm.number()].add(_from_int8(answer, block) - arrived)
+        return total.reshape(-1)[: x.size], stood.reshape(-1)[: x.size]
 
     return _compressed(reduce, error_feedback, f"quantize(block={block}, error_feedback={error_feedback})")
 
@@ -155,19 +158,21 @@ def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], er
     return Hook(init, apply, name)
 
 
-def _narrow_psum(comm: Communicator, dtype: Any, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """A sum whose words on the wire have 16 bits; integers and what is as narrow already go as they are."""
+def _narrow_psum(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
+    """A sum whose words on the wire have 16 bits; integers go as they are, 16-bit floats in their own dtype."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = _narrow_psum(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]))
+        parts = _narrow_psum(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
         return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
     if not _is_float(x.dtype):
         return comm.psum(x)
+    dtype = x.dtype if x.dtype.itemsize == 2 else dtype
+    part = (x / by).astype(dtype)
     if comm.native16:
-        return comm.psum(x.astype(dtype)).astype(x.dtype)
-    rows = jax.lax.bitcast_convert_type(_rows(x.astype(dtype), comm.size), jnp.uint16)
+        return by * comm.psum(part).astype(x.dtype)
+    rows = jax.lax.bitcast_convert_type(_rows(part, comm.size), jnp.uint16)
     part = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
     total = comm.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
-    return jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
+    return by * jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
 
 
 def _rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array, "count m"]:

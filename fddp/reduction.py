@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped, UInt32
 
-from fddp.communicator import MOST, Communicator, taken
+from fddp.communicator import Communicator, taken, told
 from fddp.hook import GradBucket, Hook
 from fddp.plan import Bucket, BucketPlan
 
@@ -79,7 +79,7 @@ def summed(
 
     def send() -> tuple[Array, Any, Array]:
         (total, new), sent = taken(comm, apply, comm, wire, memory)
-        return total, new, jnp.asarray(min(sent, MOST) if isinstance(sent, int) else sent, jnp.uint32)
+        return total, new, told(sent)
 
     if reduction.leaves is None or mask is None:
         return send()

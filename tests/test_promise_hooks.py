@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import fddp
 from fddp import hooks
+from fddp.communicator import told
 
 REPLICAS = 4
 RNG = np.random.default_rng(3)
@@ -71,6 +72,24 @@ def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
     assert reduced(group, hooks.fp16(predivide=1), rows)[0][0].tolist() == [np.inf] * 3
 
 
+def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
+    small, large = np.full((REPLICAS, 3), 1e-9, jnp.bfloat16), np.full((REPLICAS, 3), 1 + 2**-10, np.float16)
+    for hook in (hooks.bf16(), hooks.fp16()):
+        np.testing.assert_array_equal(reduced(group, hook, small)[0][0], (small * REPLICAS)[0])
+        np.testing.assert_array_equal(reduced(group, hook, large)[0][0], (large * REPLICAS)[0])
+
+
+def test_integers_stay_integers(group):
+    rows = np.full((REPLICAS, 3), 4097, np.int32)
+    for hook in (hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.powersgd(start_step=0)):
+        ((total,), _) = reduced(group, hook, rows)
+        assert (total.dtype, total.tolist()) == (np.int32, [4097 * REPLICAS] * 3)
+
+
+def test_more_bytes_than_are_counted_are_told_as_the_most():
+    assert [int(told(sent)) for sent in (5, 2**40, jnp.uint32(7))] == [5, 2**32 - 1, 7]
+
+
 def test_complex_and_whole_numbers_are_not_harmed(group):
     rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(np.complex64)
     for hook in (hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.powersgd(start_step=0)):
@@ -83,8 +102,11 @@ def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
     ((total,), left) = reduced(group, hooks.quantize(block=10), rows)
     step = np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127  # what one unit of a block stands for
     rounded = np.round(rows.reshape(REPLICAS, 10, 10) / step) * step
-    np.testing.assert_allclose(left, (rows - rounded.reshape(rows.shape)), atol=1e-6 * np.abs(rows).max())
     sums = rounded.sum(0)
+    # Each replica remembers what it rounded away, and what it did of the part of the sum that it made.
+    lost = rows - rounded.reshape(rows.shape)
+    np.testing.assert_allclose(np.sum(left, 0), lost.sum(0) + sums.reshape(-1) - total, atol=1e-5 * np.abs(rows).max())
+    assert np.sum(np.abs(left - lost) > 1e-6 * np.abs(rows).max(), axis=0).max() <= 1
     # Half a unit of the sum's own block is the second rounding.
     assert np.all(np.abs(total.reshape(10, 10) - sums) <= 0.501 * np.abs(sums).max(-1, keepdims=True) / 127)
 
@@ -103,7 +125,7 @@ def test_topk_of_everything_is_the_plain_sum(group):
     np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("hook", [hooks.topk(0.1), hooks.powersgd(1, start_step=0)], ids=str)
+@pytest.mark.parametrize("hook", [hooks.topk(0.1), hooks.quantize(block=16), hooks.powersgd(1, start_step=0)], ids=str)
 def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
     steps = [normal(REPLICAS, 12, 10) for _ in range(6)]
     totals, memory = reduced(group, hook, *steps)
