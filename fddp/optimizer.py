@@ -6,6 +6,8 @@ torch's optimizers pass it over. Here the optimizer runs on everything, and what
 Source: `finalize_backward` in PyTorch's reducer.cpp, which keeps `.grad` of globally unused parameters undefined.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +28,8 @@ def update(
       used: tree like the parameters: how many replicas used each leaf; None: all are used.
 
     Returns:
-      The parameters and the optimizer's state. What belongs to no single leaf (a count of steps) always moves on.
+      The parameters and the optimizer's state. What belongs to no single leaf (a count of steps, all of them in one
+      vector) always moves on.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -40,21 +43,38 @@ def update(
     new_params = optax.apply_updates(params, updates)
     if used is None:
         return new_params, new_state
-    marks = optax.tree_map_params(
-        optimizer,
-        # A part of the optimizer that is not for a leaf holds an empty node in its place.
-        lambda x, n: x if _masked(x) else n,
-        opt_state,
-        used,
-        transform_non_params=lambda _: 1,
-        is_leaf=_masked,
+
+    def chosen(new: Any, old: Any) -> Any:
+        # A part of the optimizer that is not for a parameter holds an empty node in its place.
+        put_back = lambda n, new, old: jax.tree.map(partial(jnp.where, n > 0), new, old)  # noqa: E731
+        return jax.tree.map(put_back, used, new, old)
+
+    return chosen(new_params, params), map_state(chosen, lambda new, old: new, params, new_state, opt_state)
+
+
+def map_state(of_params: Callable[..., Any], of_rest: Callable[..., Any], params: Any, *states: Any) -> Any:
+    """Maps over an optimizer's states: apart over what they hold for each parameter, and over the rest.
+
+    `optax.tree_map_params` makes a state of something that is no parameters, at which functions that label parameters
+    by their path fail; here a part of a state is known by its structure.
+
+    Args:
+      of_params: what to make of parts that are trees like the parameters, `optax.MaskedNode` in the place of some.
+      of_rest: what to make of any other leaf, a count of steps say.
+      params: the parameters.
+      *states: one or more, of one optimizer.
+
+    Returns:
+      What these make, in the form of the states.
+    """
+    structure = jax.tree.structure(params)
+
+    def like_params(part: Any) -> bool:
+        if jax.tree.structure(part, is_leaf=lambda x: isinstance(x, optax.MaskedNode)) != structure:
+            return False
+        # Where a single array is trained every leaf is alike, the count of steps too.
+        return structure != jax.tree.structure(0) or jnp.issubdtype(part.dtype, jnp.inexact)
+
+    return jax.tree.map(
+        lambda *parts: (of_params if like_params(parts[0]) else of_rest)(*parts), *states, is_leaf=like_params
     )
-    return jax.tree.map(_choose, used, new_params, params), jax.tree.map(_choose, marks, new_state, opt_state)
-
-
-def _choose(used: Any, new: Any, old: Any) -> Any:
-    return jnp.where(used > 0, new, old)
-
-
-def _masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)

@@ -10,15 +10,16 @@ Source: PyTorch's 2D parallelism, `DistributedDataParallel` over a `DeviceMesh` 
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
 from fddp.member import EVERYWHERE, Member
+from fddp.optimizer import map_state
 from fddp.plan import BucketPlan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -106,15 +107,12 @@ def laid_out(member: Member, tree: Any, where: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, where)
 
 
-def optimizer_laid_out(
-    member: Member, optimizer: optax.GradientTransformation, opt_state: Any, params: Any, where: Any
-) -> Any:
+def optimizer_laid_out(member: Member, opt_state: Any, params: Any, where: Any) -> Any:
     """Says to XLA where an optimizer's state is to lie: what has the shape of a parameter, as that parameter.
 
     Args:
       member: how this process takes part.
-      optimizer: any optax transformation.
-      opt_state: its state.
+      opt_state: of any optax transformation.
       params: the parameters that it trains.
       where: a tree like them, from `specs`.
 
@@ -124,20 +122,15 @@ def optimizer_laid_out(
     if not other_axes(member):
         return opt_state
 
-    def put(x: Any, param: Any, where: PartitionSpec) -> Any:
-        # A part of the optimizer that is not for a leaf holds an empty node in its place.
-        if isinstance(x, optax.MaskedNode):
-            return x
+    def put(param: Any, where: PartitionSpec, x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, where if jnp.shape(x) == jnp.shape(param) else EVERYWHERE)
 
-    return optax.tree_map_params(
-        optimizer,
-        put,
-        opt_state,
+    return map_state(
+        # A part of the optimizer that is not for a parameter holds an empty node in its place.
+        lambda part: jax.tree.map(lambda p, w, x: jax.tree.map(partial(put, p, w), x), params, where, part),
+        lambda x: jax.lax.with_sharding_constraint(x, EVERYWHERE),
         params,
-        where,
-        transform_non_params=lambda x: jax.lax.with_sharding_constraint(x, EVERYWHERE),
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        opt_state,
     )
 
 

@@ -66,7 +66,7 @@ class TrainStep:
 
         def make(trained: Any) -> Any:
             opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-            return optimizer_laid_out(group.member, optimizer, opt_state, trained, where)
+            return optimizer_laid_out(group.member, opt_state, trained, where)
 
         opt_state = group.member.program(make, (EVERYWHERE,), EVERYWHERE)(trained)
         hook_state = group.member.program(self._reducer.recipe.remembered, (EVERYWHERE,), group.member.own)(params)
