@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from fddp.member import Member
@@ -87,13 +87,21 @@ def relay(
         forms.update(zip(stage.writes, traced.out_info))
         lowered = traced.lower()
         # Equal layers make equal stages: what XLA would get twice is compiled once.
-        same = (lowered.as_text(), tuple((x.shape, x.dtype) for x in read), *map(id, traced.jaxpr.consts))
+        there = [*traced.jaxpr.consts, *_callbacks(traced.jaxpr.jaxpr)]
+        same = (lowered.as_text(), tuple((x.shape, x.dtype) for x in read), *map(id, there))
         if same not in compiled:
             compiled[same] = lowered.compile()
         return compiled[same]
 
     programs = tuple(program(stage, size) if size else _nothing for stage, size in zip(stages, sizes))
     return Relay(stages, programs, tuple(map(tuple, groups)))
+
+
+def _callbacks(jaxpr: Jaxpr) -> list[Any]:
+    """The host's functions that a program calls: its text only numbers them."""
+    own = [eqn.params["callback"] for eqn in jaxpr.eqns if "callback" in eqn.params]
+    bodies = [body for eqn in jaxpr.eqns for body in jaxprs_in_params(eqn.params)]
+    return [*own, *(callback for body in bodies for callback in _callbacks(body))]
 
 
 def _nothing() -> list[jax.Array]:

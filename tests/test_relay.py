@@ -66,3 +66,13 @@ def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
 def test_a_stage_for_which_there_is_nothing_to_do_does_nothing(group):
     outputs, _, _ = made(group, lambda a: [a + 1], [np.ones(3)], [[], [0], []])
     assert outputs[0].tolist() == [2, 2, 2]
+
+
+def test_stages_that_call_different_functions_of_the_host_are_different_programs(group):
+    form = jax.ShapeDtypeStruct((3,), np.float32)
+
+    def on_host(number):
+        return lambda x: jax.pure_callback(lambda x: np.asarray(x + np.float32(number)), form, x)
+
+    (a, b), _, _ = made(group, lambda x: [on_host(1)(x), on_host(2)(x)], [np.zeros(3)], [[0], [1]])
+    assert (a.tolist(), b.tolist()) == ([1] * 3, [2] * 3)
