@@ -129,12 +129,13 @@ def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
 
 
 def _joined(pieces: list[Array], dtype: np.dtype) -> Array:
-    return jnp.concatenate([piece.reshape(-1) for piece in pieces]).astype(dtype)
+    return jnp.concatenate([piece.reshape(-1) for piece in pieces]).astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:
     leaf, value = plan.leaves[i], jnp.asarray(value)
-    if value.shape != leaf.shape or value.dtype != leaf.dtype:
+    # NumPy's float64 is JAX's float32, unless that was told to go on in 64 bits.
+    if value.shape != leaf.shape or value.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
         raise ValueError(f"leaf {leaf} does not fit the plan: got {value.dtype}{list(value.shape)}.")
     return value
 

@@ -172,3 +172,11 @@ def test_a_tree_that_does_not_fit_the_plan_is_refused(tree, says):
 def test_buckets_that_do_not_fit_the_plan_are_refused(buckets):
     with pytest.raises(ValueError, match=r"do not fit the plan, which has \[\(2,\)\]"):
         unpack(make_plan([np.zeros(2, np.float32)]), buckets)
+
+
+def test_numpy_arrays_of_64_bits_are_packed_as_jax_takes_them():
+    tree = {"a": np.arange(3.0), "b": np.arange(2)}
+    plan = make_plan(tree)
+    buckets = pack(plan, tree)
+    assert sorted(str(bucket.dtype) for bucket in buckets) == ["float32", "int32"]
+    jax.tree.map(np.testing.assert_array_equal, unpack(plan, buckets), tree)
