@@ -11,6 +11,8 @@ import flax.linen
 import jax
 from flax import nnx
 
+from fddp.objective import Weighted
+
 LossOf = Callable[[Any, Any], Any]
 
 
@@ -104,7 +106,8 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
 
 def _with_state(value: Any, model_state: Any) -> Any:
     """(loss, (model_state, aux)), whether the user's loss has aux or not."""
-    loss, aux = value if isinstance(value, tuple) else (value, None)
+    has_aux = isinstance(value, tuple) and not isinstance(value, Weighted)
+    loss, aux = value if has_aux else (value, None)
     return loss, (model_state, aux)
 
 

@@ -6,11 +6,12 @@ the same algebra, so accumulation, `no_sync` and replicas need no formulas of th
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from fddp.program import merge, split
 from fddp.unused import statically_used, tracked
@@ -37,6 +38,8 @@ class Joined(NamedTuple):
     """How much each row adds to gradients and loss: 1, or 0 when its rank has run out of data."""
     divisor: Float[ArrayLike, " rows"]
     """How much each row adds to what the sum is divided by."""
+    leads: Bool[ArrayLike, " rows"] | None = None
+    """Whose buffers all get: those of the replica with a row that leads; None: replica 0's, as without `join`."""
 
 
 class Sums(NamedTuple):
@@ -91,7 +94,7 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
     """
 
     def objective(params: Any, model_state: Any, rng: Any, batch: Any) -> tuple[Array, Value]:
-        batch, share, divisor = batch if isinstance(batch, Joined) else (batch, 1, 1)
+        batch, share, divisor, _ = batch if isinstance(batch, Joined) else Joined(batch, 1, 1)
         extra = {"model_state": model_state, "rng": rng}
         value, aux = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None}), None
         if has_aux or model_state is not None:
@@ -99,6 +102,8 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if model_state is not None:
             given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
             _check_alike(given, model_state)
+            if not isinstance(share, int):  # rows that count for nothing leave no trace in the buffers
+                model_state = jax.tree.map(partial(jnp.where, jnp.any(jnp.asarray(share) > 0)), model_state, given)
         value, weight = value if isinstance(value, Weighted) else (value, 1)
         loss = _exact(_scalar(value))
         weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
@@ -170,7 +175,13 @@ def plus(a: Sums | None, b: Sums) -> Sums:
 def mean(sums: Sums) -> Sums:
     """Divides contributions by their weight; where nothing has weight the mean is zero."""
     weight = jnp.where(sums.weight == 0, 1, sums.weight)
-    return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)._replace(used=sums.used)
+
+    def divided(x: Array) -> Array:
+        # Not in 16 bits: the weight, of all tokens say, may be more than float16 holds.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return (x.astype(wide) / weight.astype(wide)).astype(x.dtype)
+
+    return jax.tree.map(divided, sums)._replace(used=sums.used)
 
 
 def _of_leaves(
@@ -187,7 +198,7 @@ def _of_leaves(
 
 
 def _pair(value: Any, form: str) -> tuple[Any, Any]:
-    if not isinstance(value, tuple) or len(value) != 2:
+    if not isinstance(value, tuple) or isinstance(value, Weighted) or len(value) != 2:
         raise TypeError(f"the loss must return {form}, got {_shown(value)}.")
     return value
 
@@ -239,7 +250,8 @@ def _exact(x: Any) -> Array:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
+        name = "Weighted" if isinstance(value, Weighted) else ""
+        return f"{name}({', '.join(map(_shown, value))})"
     if hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return type(value).__name__

@@ -15,7 +15,7 @@ from fddp.accumulate import accumulate
 from fddp.flat import Wires
 from fddp.keys import folded
 from fddp.member import Member, lifted, lowered
-from fddp.objective import Objective, Pending, Sums, contribute, mean, plus, reached
+from fddp.objective import Joined, Objective, Pending, Sums, contribute, mean, plus, reached
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
 from fddp.program import differentiable
@@ -44,7 +44,7 @@ class Recipe:
     ) -> tuple[Wires, Any]:
         """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `shards.specs`."""
         _, pending = self._gather(state, pending, rows)
-        sent, kept = self._buffers(pending.model_state)
+        sent, kept = self._buffers(pending.model_state, rows)
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
@@ -111,13 +111,18 @@ class Recipe:
         sums, pending = self._gather(state, pending, rows)
         return lifted(pending), mean(sums._replace(grads=()))
 
-    def one(self, state: TrainState, part: Any) -> tuple[Sums, tuple[bool, ...]]:
-        """The contribution of one micro-batch, and which of the trained leaves have a path to the loss."""
-        chosen = self.chosen(state.params)
+    def one(self, state: TrainState, part: Any) -> Sums:
+        """The contribution of one micro-batch."""
+        return contribute(*self._given(state, part)).sums
+
+    def paths(self, state: TrainState, part: Any) -> tuple[bool, ...]:
+        """Which of the trained leaves have a path to the loss of one micro-batch; all of them, where nobody asks."""
+        asked = self.options.find_unused_parameters
+        return reached(*self._given(state, part)) if asked else (True,) * len(self.chosen(state.params))
+
+    def _given(self, state: TrainState, part: Any) -> tuple[Any, ...]:
         start = _start(state)
-        given = (self.objective, chosen, state.params, start, self._key(state, start), part)
-        paths = reached(*given) if self.options.find_unused_parameters else (True,) * len(chosen)
-        return contribute(*given).sums, paths
+        return self.objective, self.chosen(state.params), state.params, start, self._key(state, start), part
 
     def chosen(self, params: Any) -> tuple[int, ...]:
         """Which leaves are trained: those that can have a gradient and are not to be ignored."""
@@ -148,12 +153,13 @@ class Recipe:
     def _key(self, state: TrainState, pending: Pending) -> Any:
         return folded(state.rng, state.step, pending.micro_batches, self.member.communicator.number())
 
-    def _buffers(self, model_state: Any) -> tuple[Any, Any]:
+    def _buffers(self, model_state: Any, rows: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
         if not self.options.broadcast_buffers:
             return None, model_state
-        # Replica 0's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        mine, size = self.member.communicator.number() == 0, self.member.communicator.size
+        # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
+        leads, size = rows.leads if isinstance(rows, Joined) else None, self.member.communicator.size
+        mine = self.member.communicator.number() == 0 if leads is None else jnp.any(leads)
 
         def part(x: Array) -> Array:
             if self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact):

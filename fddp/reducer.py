@@ -55,6 +55,8 @@ class Reducer:
         self.where: Any = None
         """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._runner: Runner | None = None
+        self._forms = set[Any]()
+        """Of batches that the plan is known to serve."""
         own = group.member.own
         self._hold = group.member.program(
             self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
@@ -71,6 +73,8 @@ class Reducer:
         rows = self._rows(state, batch, "no_sync")
         equal, pending, _ = self._arguments(state)
         accumulated, means = self._hold(equal, pending, self.group.member.feed(rows))
+        if self.group.member.crowded:
+            jax.block_until_ready(accumulated)
         return state._replace(accumulated=accumulated), means
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
@@ -113,6 +117,7 @@ class Reducer:
             self._settle(state, batch, call)
         else:
             self._check(state, batch)
+            self._check_paths(state, batch)
         return batch
 
     def _settle(self, state: TrainState, batch: Any, call: str) -> None:
@@ -121,8 +126,8 @@ class Reducer:
         def describe() -> Iterable[str]:
             self._check(state, batch)
             self._check_memory(state)
-            program, told, paths = self._trace(state, batch)
-            found.append((self._order(state, program), paths, self._schedule(program)))
+            program, told = self._trace(state, batch)
+            found.append((self._order(state, program), self._paths(state, batch), self._schedule(program)))
             return [
                 f"call {call}",
                 repr(self.options),
@@ -141,11 +146,13 @@ class Reducer:
         # path to the loss on any rank does not travel.
         order = self.group.broadcast(np.asarray(order, np.int32))
         paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
-        dead = {i for i, path in zip(self.recipe.chosen(state.params), paths) if not path}
-        order = [i for i in order if i not in dead]
+        reached = {i for i, path in zip(self.recipe.chosen(state.params), paths) if path}
+        # Where each step skips what it does not use, a later batch may use what this one has no path to.
+        order = [i for i in order if i in reached or self.options.skip_all_reduce_unused_params]
         self.where = where = specs(self.group.member, state._replace(accumulated=None, hook_state=()))
         plan = self.recipe.plan(state.params, order)
         self.plan = plan = replace(plan, early=plan.early or schedule == "staged")
+        self._forms = {_form(batch)}
         pieces = Pieces(
             partial(self.recipe.local, plan, where.params),
             self.recipe.reductions(plan, state.params),
@@ -175,6 +182,23 @@ class Reducer:
                     f"{self.group.member.share}; synchronize with a step before the number of replicas changes."
                 )
 
+    def _check_paths(self, state: TrainState, batch: Any) -> None:
+        """A batch of another form may have another program, with paths that the first one had not."""
+        form = _form(batch)
+        if form in self._forms or not self.options.find_unused_parameters:
+            return
+        plan, _ = self._settled
+        sent = {i for bucket in plan.buckets for i in bucket.leaves}
+        chosen = zip(self.recipe.chosen(state.params), self._paths(state, batch))
+        new = [plan.leaves[i].name for i, path in chosen if path and i not in sent]
+        if new:
+            raise ValueError(
+                f"this batch has other arrays than the first one, and with them the loss uses {', '.join(new)}, which "
+                "it then had no path to, so that no bucket has a place for them; with "
+                "skip_all_reduce_unused_params=True every step decides anew what is sent."
+            )
+        self._forms.add(form)
+
     def _check_memory(self, state: TrainState) -> None:
         share = self.group.member.share
         got, wanted = described("", state.hook_state), described("", self.recipe.memory_form(state.params))
@@ -195,19 +219,16 @@ class Reducer:
         """Micro-batches in this process's batch."""
         return self._replicas * self.options.accumulation_steps
 
-    def _trace(self, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any, tuple[bool, ...]]:
-        """The gradients of one micro-batch of one replica as a program, the form of loss and aux, and which of the
-        trained leaves have a path to the loss."""
-        found: list[tuple[bool, ...]] = []
+    def _trace(self, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
+        """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
 
         def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
-            sums, paths = self.recipe.one(state, jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch))
-            found.append(paths)
+            sums = self.recipe.one(state, self._part(batch))
             return sums.grads, (sums.loss, sums.aux)
 
         try:
             closed, (_, told) = trace(self.group.member, program, state, batch)
-            return closed, told, found[0]
+            return closed, told
         except NameError as error:
             unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
             if unbound is None:
@@ -217,6 +238,20 @@ class Reducer:
             raise ValueError(
                 f"the loss has a collective over the axis {unbound[1]!r}; backend {self.group.backend!r} has {there}."
             ) from None
+
+    def _paths(self, state: TrainState, batch: Any) -> tuple[bool, ...]:
+        """Which of the trained leaves have a path to the loss."""
+        found: list[tuple[bool, ...]] = []
+
+        def program(state: TrainState, batch: Any) -> None:
+            found.append(self.recipe.paths(state, self._part(batch)))
+
+        trace(self.group.member, program, state, batch)
+        return found[0]
+
+    def _part(self, batch: Any) -> Any:
+        """The rows of one micro-batch."""
+        return jax.tree.map(lambda x: x[: x.shape[0] // self._parts], batch)
 
     def _order(self, state: TrainState, program: ClosedJaxpr) -> tuple[int, ...]:
         chosen = self.recipe.chosen(state.params)
@@ -241,3 +276,9 @@ class Reducer:
             return self.options.schedule
         cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
         return "staged" if cpu_hosts and not own and not other_axes(self.group.member) else "fused"
+
+
+def _form(batch: Any) -> Any:
+    """Structure, shapes and dtypes: what a program is traced for."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, tuple((np.shape(x), x.dtype) for x in leaves)

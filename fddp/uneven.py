@@ -2,8 +2,10 @@
 
 Source: `join` in PyTorch's `distributed.py`. There an exhausted rank shadows the others' all-reduces with zeros; here
 it runs the same program on its last batch, so collectives inside a loss (cross-replica BatchNorm) go on as well.
+Buffers come from the first rank that still has data, as in DDP (`_find_common_rank`).
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -71,11 +73,14 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
         if done and throw:
             raise RuntimeError(f"join: rank {done} has run out of batches, and throw_on_early_termination is set.")
         last = last if mine is EXHAUSTED else mine
-        yield _joined(last, mine is not EXHAUSTED, divide_by_all)
+        leads = group.rank == np.argmax(active)
+        yield _joined(last, mine is not EXHAUSTED, divide_by_all, leads)
 
 
-def _joined(batch: Any, active: bool, divide_by_all: bool) -> Joined:
+def _joined(batch: Any, active: bool, divide_by_all: bool, leads: bool) -> Joined:
     leaves = jax.tree.leaves(batch)
     rows = np.shape(leaves[0])[:1] if leaves else ()
     share = np.full(rows, active, np.float32)
-    return Joined(batch, share, np.ones(rows, np.float32) if divide_by_all else share)
+    # The first row: of a process's replicas the first one leads.
+    first = np.arange(math.prod(rows)).reshape(rows) == 0
+    return Joined(batch, share, np.ones(rows, np.float32) if divide_by_all else share, first & leads)

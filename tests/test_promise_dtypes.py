@@ -64,6 +64,17 @@ def test_means_of_16_bits_are_exact_where_16_bits_are(group, schedule, dtype):
     assert (loss.dtype, float(loss)) == (jnp.float32, 3.75)
 
 
+@HALVES
+@pytest.mark.parametrize("weight", [40_000.0, 257.0, 1.0])
+def test_a_weight_may_be_more_than_16_bits_hold(group, dtype, weight):
+    def loss(w: Any, x: Any) -> Any:
+        return fddp.Weighted(jnp.mean(w.astype(jnp.float32) * x), weight)
+
+    f = fddp.value_and_grad(loss, group=group(REPLICAS))
+    _, grad = f(np.ones((), dtype), np.full(REPLICAS, 2.0**-10, np.float32))
+    assert grad.dtype == dtype and float(grad) == pytest.approx(2.0**-10, rel=REPLICAS * float(jnp.finfo(dtype).eps))
+
+
 @SCHEDULES
 @HALVES
 def test_parameters_of_16_bits_are_trained(group, schedule, dtype):

@@ -100,3 +100,36 @@ def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
     jax.tree.map(close, grads, expected)
     hidden = BATCH @ variables["params"]["Dense_0"]["kernel"] + variables["params"]["Dense_0"]["bias"]
     close(new["batch_stats"]["BatchNorm_0"]["mean"], hidden.mean(0))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("leader", [0, 2, 3])
+def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule, leader):
+    """As DDP does it: a rank that goes on with its last batch must not fill everybody's statistics with it."""
+
+    def counting(w: Any, x: Any, *, model_state: Any) -> Any:
+        return jnp.mean((x - w) ** 2), (model_state + jnp.mean(x), None)
+
+    step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)
+    batch = joined([k for k in range(REPLICAS) if k >= leader], False)
+    rows = np.repeat(np.arange(REPLICAS, dtype=np.float32), ROWS)
+    leads = np.arange(len(rows)) == leader * ROWS
+    state = step.init(jnp.zeros(()), model_state=jnp.float32(10))
+    state, _ = step(state, batch._replace(rows=rows, leads=leads))
+    assert float(state.model_state) == 10 + leader
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, "mean", False])
+def test_rows_that_count_for_nothing_leave_no_trace_in_buffers(group, broadcast_buffers):
+    def counting(w: Any, x: Any, *, model_state: Any) -> Any:
+        return jnp.mean((x - w) ** 2), (model_state + 1, None)
+
+    step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers=broadcast_buffers)
+    batch = joined([], False)._replace(rows=np.ones(REPLICAS * ROWS, np.float32))
+    state, _ = step(step.init(jnp.zeros(()), model_state=jnp.float32(10)), batch)
+    assert float(state.model_state) == 10
+
+
+def test_join_says_which_rank_leads_in_the_first_of_its_rows(group):
+    batches = list(fddp.join([np.zeros((3, 2))], group(1)))
+    assert [np.asarray(batch.leads).tolist() for batch in batches] == [[True, False, False]]

@@ -5,6 +5,7 @@ in `workers/promise_claims.py`, the dataflow alone in test_unused.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,10 @@ OPTIMIZERS = {
     "momentum": optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)),
     "parts": optax.multi_transform(
         {"a": optax.adamw(0.1), "b": optax.rmsprop(0.1, momentum=0.9)}, {"left": "a", "right": "b", "never": "a"}
+    ),
+    "parts by a function of names": optax.multi_transform(
+        {"a": optax.adamw(0.1), "b": optax.rmsprop(0.1, momentum=0.9)},
+        lambda params: {name: "b" if name == "right" else "a" for name in params},
     ),
 }
 
@@ -181,3 +186,37 @@ def test_finding_sends_nothing_more(make, group):
         texts.append(step.lower(state, batch(0, 1, 1, 1)).compile().as_text())
     sent = [text.count(" all-reduce(") for text in texts]
     assert sent[0] == sent[1] > 0
+
+
+def two_tasks(params: Any, batch: Any) -> Any:
+    """A branch in Python: a batch of either task has a program of its own."""
+    hidden = batch["x"] * params["body"]
+    return jnp.mean((hidden * params["a"] - 1) ** 2) if "a" in batch else jnp.mean((hidden * params["b"] + 1) ** 2)
+
+
+TASKS = [{"x": np.ones((4, 3), np.float32), name: np.zeros(4, np.float32)} for name in ("a", "b", "a", "b")]
+
+
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+def test_tasks_in_turn_train_each_its_own_head(make, schedule):
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = make(two_tasks, optimizer, schedule=schedule, skip_all_reduce_unused_params=True, bucket_cap_mb=0)
+    truth: dict[str, Any] = {name: np.full(3, 0.5, np.float32) for name in ("a", "b", "body")}
+    state = step.init(truth)
+    moments = {name: optimizer.init(value) for name, value in truth.items()}
+    for batch in TASKS:
+        state, info = step(state, batch)
+        grads = jax.grad(two_tasks)(truth, batch)
+        for name in ("body", "a" if "a" in batch else "b"):
+            updates, moments[name] = optimizer.update(grads[name], moments[name], truth[name])
+            truth[name] = optax.apply_updates(truth[name], updates)
+        assert counts(info) == {"a": 4 * ("a" in batch), "b": 4 * ("b" in batch), "body": 4}
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), state.params, truth)
+
+
+@pytest.mark.parametrize("call", ["step", "no_sync"])
+def test_a_batch_that_uses_what_the_first_had_no_path_to_is_refused(make, call):
+    step = make(two_tasks)
+    state, _ = step(step.init({name: np.ones(3, np.float32) for name in ("a", "b", "body")}), TASKS[0])
+    with pytest.raises(ValueError, match=r"the loss uses b, .*skip_all_reduce_unused_params=True"):
+        (step if call == "step" else step.no_sync)(state, TASKS[1])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,3 +75,33 @@ def test_a_weight_per_row_is_refused(group):
     loss = lambda w, x: fddp.Weighted(jnp.mean(w * x), x)  # noqa: E731
     with pytest.raises(TypeError, match=r"weight of a loss must be one number.*float32\[1\]"):
         fddp.value_and_grad(loss, group=group(2))(jnp.float32(2), np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("count", [int, float])
+def test_a_flax_module_with_buffers_may_weigh_its_loss(group, count):
+    """A `Weighted` is a pair, and so is (loss, aux): neither may be taken for the other."""
+
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            calls = self.variable("batch_stats", "calls", lambda: jnp.zeros(()))
+            calls.value += 1
+            return x * self.param("w", nn.initializers.ones, ())
+
+    def of_tokens(model: Any, batch: Any) -> Any:
+        y = model(batch["x"])
+        return fddp.Weighted(jnp.sum(y * batch["mask"]) / jnp.sum(batch["mask"]), jnp.sum(batch["mask"]).astype(count))
+
+    linen = fddp.from_linen(Scaled(), of_tokens)
+    batch = {"x": np.arange(1, 5, dtype=np.float32), "mask": np.array([1, 0, 1, 1], np.float32)}
+    params, model_state = linen.init(jax.random.key(0), batch)
+    step = fddp.train_step(linen.loss_fn, optax.sgd(1.0), group=group(2))
+    state, info = step(step.init(params, model_state=model_state), batch)
+    assert (float(info.loss), info.aux) == (pytest.approx(8 / 3), None)
+    assert float(state.params["w"]) == pytest.approx(1 - 8 / 3)
+
+
+def test_a_weighted_loss_without_the_promised_aux_is_refused(group):
+    step = fddp.train_step(lambda w, x: fddp.Weighted(jnp.mean(w * x), 2.0), optax.sgd(1.0), has_aux=True)
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\), got Weighted\(float32\[\], float\)"):
+        step(step.init(jnp.ones(())), np.ones(8, np.float32))
