@@ -14,7 +14,9 @@ MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 PATIENCE_S = 20
 
 
-def start(backend: str, size: int, command: Sequence[str], env: Mapping[str, str], **pipes: Any) -> list[subprocess.Popen]:
+def start(
+    backend: str, size: int, command: Sequence[str], env: Mapping[str, str], **pipes: Any
+) -> list[subprocess.Popen]:
     """Starts a command on so many ranks of this machine, which talk over loopback.
 
     Args:

@@ -20,12 +20,12 @@ def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: A
 
     Args:
       add: adds one micro-batch.
-      pending: what was gathered before.
+      pending: where to begin, its `sums` None.
       rows: tree of arrays whose first dim is divisible by `steps`.
       steps: number of micro-batches k, at least 1.
 
     Returns:
-      What is pending afterwards.
+      The sums of these rows, and the buffers and the count after them.
     """
     parts = jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), rows)
     first, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
@@ -36,7 +36,7 @@ def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: A
 
 
 def _from_zero(add: Callable[[Pending, Any], Pending], pending: Pending, part: Any) -> Pending:
-    """A loop carries arrays from its start on: where nothing is pending, zeros."""
+    """A loop carries arrays from its start on: zeros for nothing."""
     shapes = jax.eval_shape(add, pending, part)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums)
-    return pending._replace(sums=pending.sums if pending.sums is not None else zeros)
+    return pending._replace(sums=zeros)

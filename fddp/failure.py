@@ -2,11 +2,13 @@
 
 A rank that dies alone leaves the others waiting inside a collective for ever. So an exception that nobody catches first
 asks whether the other ranks fail too (an error that all can see, a bad option say): then each ends by itself. If not,
-the world is taken down. `sys.exit` with a status other than 0 counts as such an exception.
+the world is taken down. `sys.exit` with a status other than 0 counts as such an exception, even where it is caught;
+`raise SystemExit` goes unnoticed.
 """
 
 import atexit
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -72,7 +74,8 @@ def _on_exit(act: Callable[[Any], None]) -> None:
     leave, statuses = sys.exit, []
 
     def exit_noted(status: Any = None, /) -> NoReturn:
-        statuses.append(status)
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends only its thread
+            statuses.append(status)
         leave(status)
 
     # The exit hook cannot see the status, and only it knows that nobody caught the SystemExit.

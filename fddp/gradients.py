@@ -32,7 +32,8 @@ def value_and_grad(
       **options: fields of `fddp.Options`.
 
     Returns:
-      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all. With
+      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all if `params`
+      are, which nobody checks: start from one seed, or from `group.broadcast(params)`. With
       `model_state=` or `rng=` given to `f` the loss gets them, and aux is (model_state, aux). Parameters without a
       gradient (integers) get zeros.
 
@@ -64,6 +65,7 @@ def value_and_grad(
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         refuse_tracers((params, batch))
+        params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         state = reducer.group.member.place(state, EVERYWHERE)
         hook_state = reducer.recipe.remembered(state.params)

@@ -6,7 +6,6 @@ in PyTorch, which updates a bucket while later ones travel.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -50,11 +49,14 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
         now = cuts[form]
         spans.clear()
         # Threads live as long as the step: nothing is left behind, whatever happens.
-        with ExitStack() as stack:
-            names = [f"fddp-all-reduce-{number}" for number in range(len(lanes))]
-            threads = [stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in names]
+        names = [f"fddp-all-reduce-{number}" for number in range(len(lanes))]
+        threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
+        try:
             sends, kept = _launch(now.backward, leaves, partial(send, memory=memory), threads, spans)
             result = land(now.update, equal, [one.result for one in sends], kept, spans)
+        finally:
+            for thread in threads:
+                thread.shutdown(cancel_futures=True)  # after an error nothing more is sent
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
         return now.result.unflatten(result), tuple(one.memory for one in done[: len(memory)])
