@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
       words: the command line.
 
     Returns:
-      The exit status: 0; 1 where something is wrong with the step or the installation; 2 for a wrong command line.
+      The exit status: 0; 1 where an audit has found problems; 2 for a wrong command line.
     """
     parser = argparse.ArgumentParser(
         prog="python -m fddp", description="Look at a data-parallel step, before it runs and while it does."

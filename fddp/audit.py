@@ -91,7 +91,7 @@ class Audit:
         """
         bucket = self.buckets[k]
         if bucket is None:
-            return "merged" if len(self.flights[k].arrays) > 1 else "other"
+            return "merged" if _merged(self.flights[k]) else "other"
         return f"bucket {bucket}" if bucket < len(self.plan.buckets) else "tail"
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Audit:
             mode = "asynchronous" if flight.asynchronous else "synchronous"
             share = f"{flight.flops / self.flops:.1%}" if self.flops else "–"
             dtypes = "+".join(sorted({array.dtype for array in flight.arrays}))
-            mode += ", in a loop" if flight.loops else ""
+            mode += ", in a loop" if flight.loops else ", in a branch" if flight.branches else ""
             mib = f"{flight.nbytes / MiB:.3f}"
             rows.append((str(k), self.label(k), flight.kind, mib, dtypes, mode, str(flight.heavy), share))
         widths = [max(len(row[c]) for row in rows) for c in range(len(head))]
@@ -116,7 +116,7 @@ class Audit:
             line = self.timeline
             lines.append(
                 f"estimated at peak rates: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms of traffic "
-                f"exposed, {line.overlap_share:.0%} of it under computation"
+                f"exposed, {line.overlap_share:.0%} of all under computation"
             )
         problems = self.problems()
         lines += [f"problem: {problem}" for problem in problems] or ["no problem found"]
@@ -139,7 +139,8 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
       An `Audit`: `print(it)`, `it.problems()`, `it.picture("schedule.png")`.
 
     Raises:
-      ValueError: an unknown target, or a schedule of several programs.
+      ValueError: an unknown target, a schedule of several programs, or, without a target, replicas that talk over
+        MPI, into whose calls XLA cannot look.
       RuntimeError: the compiler for the target is not installed.
 
     Example:
@@ -150,6 +151,11 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
       ('',)
     """
     there = None if target is None else read_target(target)
+    if there is None and step.stats().backend_name == "mpi" and step.stats().world_size > 1:
+        raise ValueError(
+            "an audit reads XLA's collectives, and MPI's are calls that it cannot look into; give a target, "
+            "fddp.audit(…, target='h100:8'), or use backend 'gloo'."
+        )
     if there is not None:
         step = step.on(there.group())
         state, batch = jax.tree.map(_shape, (state, batch))
@@ -191,7 +197,12 @@ def _buckets(flights: Sequence[Flight], plan: BucketPlan) -> tuple[int | None, .
     """By the name that the fused schedule gives to a bucket's all-reduce; XLA keeps the first name of a merged one."""
     named = [re.search(r"\b(?:bucket(\d+)|tail)\b", flight.op_name) for flight in flights]
     number = lambda name: len(plan.buckets) if name[1] is None else int(name[1])  # noqa: E731
-    return tuple(number(n) if n and len(f.arrays) == 1 else None for n, f in zip(named, flights))
+    return tuple(number(n) if n and not _merged(f) else None for n, f in zip(named, flights))
+
+
+def _merged(flight: Flight) -> bool:
+    """Several sums in one; an all-to-all has an array for each replica by itself."""
+    return len(flight.arrays) > 1 and flight.kind == "all-reduce"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -204,7 +215,7 @@ def _problems(audit: Audit) -> Iterator[str]:
         yield "nothing is sent: this step has one replica, so there is no traffic to hide."
         return
     for k, flight in enumerate(flights):
-        if len(flight.arrays) > 1:
+        if _merged(flight):
             yield (
                 f"merged: XLA made one {flight.kind} of {len(flight.arrays)}, {flight.nbytes / MiB:.1f} MiB, which "
                 "leaves when the last of them is ready; take what overrides fddp's "
@@ -217,11 +228,18 @@ def _problems(audit: Audit) -> Iterator[str]:
             )
     carried = [bucket for bucket in audit.buckets if bucket is not None and bucket < planned]
     missing = sorted(set(range(planned)) - set(carried))
-    if missing and all(len(flight.arrays) == 1 for flight in flights):
+    if missing and not any(map(_merged, flights)):
         yield f"not as planned: no collective carries bucket {_listed(missing)}."
     if carried != sorted(carried):
         yield f"out of order: buckets start in the order {_listed(carried)}; early ones wait for late ones."
-    yield from _exposed(audit, [k for k in audit.sent if not flights[k].loops])
+    chosen = sorted({audit.label(k) for k in audit.sent if flights[k].branches})
+    if chosen:
+        yield (
+            f"in a branch: {_listed(chosen)}. Whether, or how, it is sent is decided at run time (a hook that begins "
+            "later, skip_all_reduce_unused_params), XLA computes nothing beside a conditional, and the estimate leaves "
+            "what it sends out."
+        )
+    yield from _exposed(audit, [k for k in audit.sent if not flights[k].loops and not flights[k].branches])
 
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:

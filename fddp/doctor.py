@@ -4,8 +4,9 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -45,15 +46,12 @@ def _findings() -> Iterator[Finding]:
     for name in PACKAGES:
         yield Finding(name, _version(name) or "missing", "" if _version(name) else f"pip install {name}")
     expect_no_gpu()
-    devices = jax.local_devices()
-    yield Finding("devices", f"{len(devices)} × {devices[0].device_kind}", _idle_gpus())
-    launch = read_launch(os.environ)
-    yield Finding("launched as", f"rank {launch.rank} of {launch.size}, by {launch.launcher}")
+    yield _unless_it_fails("devices", _devices)
+    yield _unless_it_fails("launched as", _launched)
     yield Finding("backend local", "ready: the devices of this process")
     yield Finding("backend gloo", "ready: CPUs of several processes")
     yield from _mpi()
-    gpus = jax.default_backend() not in ("cpu", "tpu")
-    yield Finding("backend nccl", "ready" if gpus else "no GPU here", "")
+    yield _unless_it_fails("backend nccl", _nccl)
     yield Finding("fddp.audit(target=…)", "not ready" if trouble() else "ready: a100, h100 and h200", trouble() or "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     scarce = threads < 2 and "NPROC" not in os.environ
@@ -61,11 +59,41 @@ def _findings() -> Iterator[Finding]:
     yield Finding("cores of this process", str(threads), advice)
 
 
+def _unless_it_fails(what: str, look: Callable[[], tuple[str, str]]) -> Finding:
+    """What was found and what to do; a look that fails must not hide the others."""
+    try:
+        return Finding(what, *look())
+    except Exception as error:  # whatever JAX raises where it finds no device
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        return Finding(what, "cannot be told", str(error) or f"JAX has no devices; JAX_PLATFORMS is {asked!r}")
+
+
+def _devices() -> tuple[str, str]:
+    devices = jax.local_devices()
+    return f"{len(devices)} × {devices[0].device_kind}", _idle_gpus()
+
+
+def _launched() -> tuple[str, str]:
+    launch = read_launch(os.environ)
+    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", ""
+
+
+def _nccl() -> tuple[str, str]:
+    return "ready" if jax.default_backend() not in ("cpu", "tpu") else "no GPU here", ""
+
+
 def _mpi() -> Iterator[Finding]:
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     advice = "pip install 'fddp[mpi]', or mpi4py and mpi4jax beside a system MPI"
-    found = "ready" if not missing else f"{' and '.join(missing)} missing"
-    yield Finding("backend mpi", found, advice if missing else "")
+    if missing:
+        yield Finding("backend mpi", f"{' and '.join(missing)} missing", advice)
+    else:
+        # Built against an MPI that is not here they are installed and yet do not load. Here they would start MPI.
+        load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; import mpi4jax"
+        loaded = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+        why = (loaded.stderr.splitlines() or ["no reason given"])[-1]
+        failed = loaded.returncode != 0
+        yield Finding("backend mpi", "does not load" if failed else "ready", f"{why}; {advice}" if failed else "")
     # An environment's programs lie beside its Python, on the PATH or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     start = next((found for name in ("mpiexec", "mpirun", "srun") if (found := shutil.which(name, path=path))), None)

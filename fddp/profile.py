@@ -1,6 +1,6 @@
 """What XLA's profiler sees inside a step that is one program: its operations and all-reduces as spans.
 
-An event of the profile that names an HLO operation is a span; it is communication if that operation is an all-reduce.
+An event of the profile that names an HLO operation is a span; it is communication if that operation is a collective.
 Operations that only contain others (loops, calls) are passed over: what runs inside them has events of its own.
 """
 
@@ -15,7 +15,8 @@ import jax
 from fddp.timeline import Span, Timeline
 
 STEP = "fddp step"
-ALL_REDUCE = re.compile(r"all-?reduce|psum", re.IGNORECASE)  # as HLO, mpi4jax, NCCL and JAX name it
+# As HLO, mpi4jax, NCCL and JAX name them; hooks gather and scatter too.
+COLLECTIVE = re.compile(r"all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|SendRecv|psum", re.IGNORECASE)
 CONTAINER = re.compile(r"(while|call|conditional)(\.|$)")
 
 
@@ -69,7 +70,7 @@ def read_steps(planes: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeli
 
 
 def _span(event: Any, operation: str) -> Span:
-    sent = ALL_REDUCE.search(event.name) or ALL_REDUCE.search(operation)
+    sent = COLLECTIVE.search(event.name) or COLLECTIVE.search(operation)
     return Span("communication" if sent else "compute", operation, *_times(event))
 
 

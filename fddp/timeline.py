@@ -85,7 +85,8 @@ class Timeline:
         """The earliest end, in seconds, that these stages and all-reduces allow.
 
         Each all-reduce starts when its stage is done and the link is free; each update when its all-reduce is done and
-        all stages are. Computation beyond the stages of the buckets counts as an update.
+        all stages are. Computation beyond the stages of the buckets counts as an update. All-reduces that ran side by
+        side (`fddp.round_robin`) are taken one after the other, each as long as it took beside the others.
 
         Returns:
           Seconds from the start of the first stage.
@@ -102,7 +103,7 @@ class Timeline:
         ]
         foot = (
             f"{1e3 * self.seconds:.2f} ms, {1e3 * self.exposed:.2f} ms of communication exposed, "
-            f"{self.overlap_share:.0%} of it under computation; bound {1e3 * self.bound():.2f} ms"
+            f"{self.overlap_share:.0%} of all under computation; bound {1e3 * self.bound():.2f} ms"
         )
         return "\n".join([*rows, foot])
 

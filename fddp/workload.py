@@ -23,7 +23,6 @@ NEEDED = ("PRESETS", "init", "batch", "loss_fn")
 class Workload(NamedTuple):
     """A loss with metrics, and the shapes of what it takes."""
 
-    name: str
     loss_fn: Callable[..., Any]
     params: Any
     model_state: Any
@@ -61,7 +60,7 @@ def read_workload(name: str, rows: int) -> Workload:
     model = module.PRESETS[preset]
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows))
     params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
-    return Workload(name, module.loss_fn(model), params, model_state, batch)
+    return Workload(module.loss_fn(model), params, model_state, batch)
 
 
 def read_model(name: str) -> tuple[Any, str]:

@@ -47,7 +47,7 @@ def plain_mlp(rows, **fields):
     model = mlp.MLP((256,) * 5, use_bias=False, **fields)
     batch = mlp.batch(model, rows)
     params, _ = jax.eval_shape(lambda: mlp.init(model, jax.random.key(0), batch))
-    return Workload("mlp", mlp.loss_fn(model), params, None, batch)
+    return Workload(mlp.loss_fn(model), params, None, batch)
 
 
 ### The promises
@@ -136,7 +136,7 @@ class Scanned(nn.Module):
 def test_layers_in_a_scan_deliver_all_gradients_at_once():
     x = jnp.ones((512, 256))
     params = jax.eval_shape(Scanned().init, jax.random.key(0), x)
-    workload = Workload("scan", lambda p, b: (jnp.mean(jnp.asarray(Scanned().apply(p, b)) ** 2), {}), params, None, x)
+    workload = Workload(lambda p, b: (jnp.mean(jnp.asarray(Scanned().apply(p, b)) ** 2), {}), params, None, x)
     audit = look(workload, "h100:8", bucket_cap_mb=0)
     assert len(audit.flights) == 2 and all(flight.heavy == 0 for flight in audit.flights)
     assert audit.looped > audit.flops / 2
@@ -216,10 +216,10 @@ def test_merged_and_swapped_buckets_are_named(text, words):
 def test_a_ring_takes_twice_the_bytes_but_one_part():
     target = read_target("h100:8")
     # 18 NVLinks of 25 GB/s; 900 MB.
-    np.testing.assert_allclose(target.all_reduce_seconds(900_000_000), 20e-6 + 2 * 7 / 8 * 900e6 / 450e9)
+    np.testing.assert_allclose(target.seconds("all-reduce", 900_000_000), 20e-6 + 2 * 7 / 8 * 900e6 / 450e9)
     # Across hosts eight network cards of 50 GB/s.
     np.testing.assert_allclose(
-        read_target("h100:2x8").all_reduce_seconds(900_000_000), 60e-6 + 2 * 15 / 16 * 900e6 / 400e9
+        read_target("h100:2x8").seconds("all-reduce", 900_000_000), 60e-6 + 2 * 15 / 16 * 900e6 / 400e9
     )
 
 
@@ -289,3 +289,32 @@ def test_the_same_step_on_another_group_trains_alike(group):
     ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, other)]
     assert float(ends[0]) == float(ends[1])
     assert other.plan == step.plan
+
+
+### Hooks, and what is sent only sometimes
+
+
+def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
+    audit = look(plain_mlp(256), "h100:8", bucket_cap_mb=0, hook=fddp.hooks.powersgd(2, start_step=5))
+    inside = [flight for flight in audit.flights if flight.branches]
+    assert inside and not any(flight.asynchronous and flight.loops for flight in audit.flights)
+    (problem,) = (problem for problem in audit.problems() if "in a branch" in problem)
+    assert all(f"bucket {k}" in problem for k in range(4))
+    assert audit.timeline is not None
+    sent = sum(span.nbytes for span in audit.timeline.communication)
+    assert sent == sum(flight.nbytes for flight in audit.flights) - sum(flight.nbytes for flight in inside)
+    assert "in a branch" in str(audit)
+
+
+def test_a_hook_that_gathers_is_charged_for_what_it_gathers():
+    eight = read_target("h100:8")
+    assert eight.seconds("all-gather", 9_000_000) == pytest.approx(20e-6 + 7 * 9e6 / 450e9)
+    assert eight.seconds("all-to-all", 9_000_000) == pytest.approx(20e-6 + 7 / 8 * 9e6 / 450e9)
+
+
+def test_an_all_to_all_is_no_merged_bucket(group):
+    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), hook=fddp.hooks.bf16())
+    audit = fddp.audit(step, step.init(jnp.ones((16, 8))), jnp.ones((8, 16)))
+    assert {flight.kind for flight in audit.flights} >= {"all-to-all", "all-gather"}
+    assert {"bucket 0", "tail"} == {audit.label(k) for k in range(len(audit.flights))}
+    assert not any("merged" in problem for problem in audit.problems())

@@ -73,6 +73,13 @@ def test_doctor_names_what_is_here(capsys):
         assert words in printed
 
 
+def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
+    monkeypatch.setenv("FDDP_RANK", "0")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "FDDP_RANK given but not FDDP_SIZE" in printed and "backend mpi" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

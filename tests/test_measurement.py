@@ -13,7 +13,7 @@ import pytest
 
 import fddp
 from fddp.measurement import MeasuredStep, Measurement
-from fddp.profile import read_steps
+from fddp.profile import COLLECTIVE, read_steps
 from fddp.timeline import Span, Timeline
 
 
@@ -239,3 +239,18 @@ def test_times_are_none_where_only_a_profiler_sees_them_and_before_a_step_that_d
         assert stats.avg_backward_compute_time is None
         assert stats.avg_backward_comm_time is None
         assert stats.avg_backward_compute_comm_overlap_time is None
+
+
+def test_a_collective_of_any_kind_is_traffic():
+    sends = (
+        "all-to-all.3",
+        "all-gather-start.1",
+        "psum.2",
+        "ncclDevKernel_SendRecv",
+        "mpi_allgather_ffi",
+        "all_to_all",
+    )
+    assert all(
+        COLLECTIVE.search(name) for name in (*sends, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
+    )
+    assert not any(COLLECTIVE.search(name) for name in ("dot.3", "reduce.4", "gather.1", "loop_fusion", "scatter"))

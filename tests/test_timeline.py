@@ -117,4 +117,4 @@ def test_no_order_of_events_beats_the_bound(stages, data):
 
 def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
     text = str(Timeline((*compute((10, 10.002)), *send((10.002, 10.005)))))
-    assert "5.00 ms, 3.00 ms of communication exposed, 0% of it under computation; bound 5.00 ms" in text
+    assert "5.00 ms, 3.00 ms of communication exposed, 0% of all under computation; bound 5.00 ms" in text

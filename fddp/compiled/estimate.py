@@ -1,8 +1,8 @@
 """How long a scheduled program would take on a machine that is not here, by a model of two resources.
 
 The GPU runs the program's operations one after the other, each for as long as its multiplications or its bytes take at
-the chip's peak; the link carries all-reduces in the order in which they start, each as long as a ring takes. What waits
-for an all-reduce waits. Launches, caches and what traffic takes of the GPU are left out: a real step is slower on both
+the chip's peak; the link carries collectives in the order in which they start, each as long as a ring takes. What waits
+for one waits. Launches, caches and what traffic takes of the GPU are left out: a real step is slower on both
 sides, and the estimate is for comparing schedules, not for promising milliseconds.
 
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
@@ -19,7 +19,7 @@ def estimate(module: Module, flights: tuple[Flight, ...], target: Target) -> Tim
     """Estimates when a step on a target would compute and when it would communicate.
 
     Args:
-      module: the scheduled program; a loop in it counts as one operation, with what it sends unseen.
+      module: the scheduled program; a loop or a conditional in it is one operation, with what it sends unseen.
       flights: its collectives.
       target: the machine.
 
@@ -27,16 +27,16 @@ def estimate(module: Module, flights: tuple[Flight, ...], target: Target) -> Tim
       A timeline; computation is named after the Python functions it comes from, communication after its number among
       `flights`.
     """
-    starts = {flight.start: k for k, flight in enumerate(flights) if flight.loops == 0}
-    dones = {flight.done: k for k, flight in enumerate(flights) if flight.loops == 0}
+    seen = {k: flight for k, flight in enumerate(flights) if not flight.loops and not flight.branches}
+    starts, dones = {one.start: k for k, one in seen.items()}, {one.done: k for k, one in seen.items()}
     clock = link = 0.0
     landed: dict[int, float] = {}
     spans: list[Span] = []
     for at, (line, computation) in enumerate(next(module.schedules()).lines):
         if at in starts:
-            begin, link = max(clock, link), max(clock, link) + target.all_reduce_seconds(flights[starts[at]].nbytes)
-            landed[starts[at]] = link
-            spans.append(Span("communication", str(starts[at]), begin, link, flights[starts[at]].nbytes))
+            flight, begin = flights[starts[at]], max(clock, link)
+            landed[starts[at]] = link = begin + target.seconds(flight.kind, flight.nbytes)
+            spans.append(Span("communication", str(starts[at]), begin, link, flight.nbytes))
         elif not sends(module, line):
             seconds = _seconds(module, line, computation, target)
             if seconds:

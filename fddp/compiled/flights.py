@@ -25,7 +25,9 @@ class Flight:
     done: int
     """The same place where it is synchronous."""
     loops: int
-    """How many loops stand around it."""
+    """How many loops stand around it,"""
+    branches: int
+    """and how many conditionals."""
     heavy: int
     """Matrix products and convolutions that are scheduled between start and done."""
     flops: int
@@ -47,7 +49,7 @@ def find_flights(module: Module) -> tuple[Flight, ...]:
       module: the program; in its order, if it is scheduled.
 
     Returns:
-      Its collectives in the order in which they start, those inside of loops last.
+      Its collectives in the order in which they start, those inside of loops and branches last.
     """
     return tuple(flight for schedule in module.schedules() for flight in _flights(module, schedule))
 
@@ -72,6 +74,7 @@ def _flights(module: Module, schedule: Schedule) -> list[Flight]:
                 start=at,
                 done=done,
                 loops=schedule.loops,
+                branches=schedule.branches,
                 heavy=sum(map(bool, under)),
                 flops=sum(one.flops for found in under for one in found),
             )

@@ -80,8 +80,10 @@ class Schedule(NamedTuple):
     """Instructions in the order in which they start, each with the computation it stands in."""
 
     lines: tuple[tuple[Instruction, Computation], ...]
-    loops: int
-    """How many loops stand around them."""
+    loops: int = 0
+    """How many loops stand around them,"""
+    branches: int = 0
+    """and how many conditionals."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,16 @@ class Module:
         Yields:
           Each with calls written in their places; a loop or a conditional is one line of the sequence it stands in.
         """
-        pending = [(self.entry, 0)]
+        pending = [(self.entry, 0, 0)]
         while pending:
-            name, loops = pending.pop(0)
+            name, loops, branches = pending.pop(0)
             lines = list(self._lines(name))
-            yield Schedule(tuple(lines), loops)
+            yield Schedule(tuple(lines), loops, branches)
             for line, _ in lines:
-                if line.opcode in ("while", "conditional"):
-                    pending += [(called, loops + (line.opcode == "while")) for called in line.calls]
+                if line.opcode == "while":
+                    pending += [(called, loops + 1, branches) for called in line.calls]
+                elif line.opcode == "conditional":
+                    pending += [(called, loops, branches + 1) for called in line.calls]
 
     def _lines(self, name: str) -> Iterator[tuple[Instruction, Computation]]:
         computation = self.computations[name]

@@ -50,10 +50,21 @@ class Target:
         links = self.chip.links * self.chip.link_bytes_per_s
         return links if self.hosts == 1 else min(links, self.gpus * self.chip.network_bytes_per_s)
 
-    def all_reduce_seconds(self, nbytes: int) -> float:
-        """How long an all-reduce takes at best: a ring sends all but a part 1/n of it twice."""
+    def seconds(self, kind: str, nbytes: int) -> float:
+        """How long a collective takes at best, on a ring.
+
+        Args:
+          kind: "all-reduce", say.
+          nbytes: what each replica gives to it.
+
+        Returns:
+          Seconds.
+        """
         latency = LATENCY_S if self.hosts == 1 else NETWORK_LATENCY_S
-        return latency + 2 * (self.size - 1) / self.size * nbytes / self.link_bytes_per_s
+        others = self.size - 1
+        # Of an all-reduce all but a part 1/n goes round twice; what is gathered goes to everybody whole.
+        share = {"all-reduce": 2 * others / self.size, "all-gather": others, "collective-permute": 1}
+        return latency + share.get(kind, others / self.size) * nbytes / self.link_bytes_per_s
 
     def group(self) -> Group:
         """The replicas of this machine, as one process sees them that only compiles.
