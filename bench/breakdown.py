@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -30,11 +31,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench.problems import Problem, problem
-from bench.record import interleave, ratio, save, save_picture, summary
+from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
-from bench.watching import watch, way
+from bench.watching import Way, watch, way
 from fddp.drawing import figure
 from fddp.measurement import MeasuredStep
+from fddp.timeline import Span, Timeline
 
 CAP_MB = 4.0  # for the first and the last bucket, too
 PARTS = {
@@ -77,9 +79,9 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
     task = problem(name, seed=group.rank)
     caps = {"bucket_cap_mb": CAP_MB, "first_bucket_mb": CAP_MB, "last_bucket_mb": CAP_MB}
     ways = {schedule: way(task, group, schedule=schedule, **caps) for schedule in ("after", "staged")}
-    forward = interleave({"forward": forward_only(task)}, rounds=rounds, pause=group.barrier)["forward"]
-    measured, seconds = watch(ways, group, rounds=rounds)
+    measured, seconds = watch(ways | {"forward": forward_only(task)}, group, rounds=rounds)
     if group.rank == 0:
+        forward, _ = seconds.pop("forward"), measured.pop("forward")
         ahead = float(np.median(forward))
         whole = float(np.median([step.seconds for step in measured["after"].steps]))
         said = {
@@ -97,11 +99,20 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
         Path(path).write_text(json.dumps(said))
 
 
-def forward_only(task: Problem) -> Any:
+def forward_only(task: Problem) -> Way:
     """The loss of this rank's rows, as a program of its own."""
     buffers = {} if task.model_state is None else {"model_state": task.model_state}
     program = jax.jit(lambda params, batch, buffers: task.loss_fn(params, batch, **buffers))
-    return lambda: program(task.params, task.batch, buffers)
+    span = Span("compute", "forward", 0.0, 0.0)
+
+    def run(batch: Any) -> Any:
+        nonlocal span
+        start = perf_counter()
+        result = jax.block_until_ready(program(task.params, batch, buffers))
+        span = Span("compute", "forward", start, perf_counter())
+        return result
+
+    return Way(run, task.batch, lambda: Timeline((span,)), ())
 
 
 def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:

@@ -3,7 +3,8 @@
     sudo .venv/bin/python bench/buckets.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive at once and in turn.
-Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB, or the cap where that is smaller.
+Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB, or the cap where that is smaller, but
+for "one", a single bucket with everything. Of caps that give the same buckets the smallest stands for all.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from bench.turns import BACKENDS, staged, take_turns
 from fddp.drawing import figure
 
 CAPS_MB = (0, 1, 2, 4, 8, 16, 25, 50)
-DEFAULT = "25"  # PyTorch's and fddp's
+DEFAULT = 25  # PyTorch's and fddp's
+MOST_MB = 1000
 
 
 def main() -> None:
@@ -46,16 +48,21 @@ def main() -> None:
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
-    """A step with each cap."""
-    return {f"{cap}": staged(task, group, cap) for cap in CAPS_MB}
+    """A step with each cap that gives other buckets than the smaller ones."""
+    plans = {cap: fddp.make_plan(task.params, bucket_cap_mb=cap) for cap in CAPS_MB}
+    smallest = {plan.digest: cap for cap, plan in reversed(plans.items())} | {plans[DEFAULT].digest: DEFAULT}
+    named = {f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap) for cap in sorted(smallest.values())}
+    everything = dict.fromkeys(("first_bucket_mb", "last_bucket_mb"), MOST_MB)
+    return named | {"one": staged(task, group, MOST_MB, **everything)}
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {cap: summary(took) | {"of_default": ratio(took, seconds[DEFAULT])} for cap, took in seconds.items()}
+    (default,) = (took for name, took in seconds.items() if name.startswith(f"{DEFAULT:g} MiB"))
+    return {name: summary(took) | {"of_default": ratio(took, default)} for name, took in seconds.items()}
 
 
 def table(title: str, seconds: Mapping[str, np.ndarray]) -> Table:
-    sheet = Table("cap, MiB", "ms a step", "quartiles", f"of cap {DEFAULT}", title=title)
+    sheet = Table("cap and buckets", "ms a step", "quartiles", f"of {DEFAULT} MiB", title=title)
     for cap, row in results(seconds).items():
         quartiles = f"{row['quartile_1_ms']:.0f}–{row['quartile_3_ms']:.0f}"
         sheet.add_row(cap, f"{row['median_ms']:.0f}", quartiles, f"{row['of_default']['median']:.3f}")
@@ -68,7 +75,7 @@ def picture(found: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
     for axis, (title, seconds) in zip(axes, found.items()):
         boxes = [1e3 * took for took in seconds.values()]
         axis.boxplot(boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"})
-        axis.set_title(f"{title}: ms a step over the bucket cap, MiB", loc="left")
+        axis.set_title(f"{title}: ms a step over the bucket cap, with the number of buckets", loc="left")
         axis.set_ylim(bottom=0)
     return save_picture("buckets", sheet, dpi=80)
 

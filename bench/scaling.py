@@ -79,11 +79,12 @@ def projections(two: dict[str, Any], algorithm: Algorithm) -> list[dict[str, flo
 
 def _project(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm) -> Any:
     (cap,) = found["caps"]
+    *updates, last = cap["updates_ms"]
     return project(
         [stage / 1e3 for stage in cap["stages_ms"]],
         cap["nbytes"],
         hop,
-        updates=[*(update / 1e3 for update in cap["updates_ms"]), found["idle_ms"] / 1e3],
+        updates=[*(update / 1e3 for update in updates), (last + found["idle_ms"]) / 1e3],
         pace=Pace(**paced["pace"]),
         replicas=replicas,
         algorithm=algorithm,
