@@ -11,17 +11,17 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import numpy as np
-import optax
 
 from fddp.compiler import expect_no_gpu
 
 RESULTS = Path(__file__).with_name("results")
+PACKAGES = ("jax", "flax", "optax", "mpi4py", "mpi4jax", "mpich")
 
 
 def interleave(
@@ -102,7 +102,7 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__},
+        "versions": {name: version(name) for name in PACKAGES if name in {one.name for one in distributions()}},
         "python": platform.python_version(),
         "devices": sorted({device.device_kind for device in jax.local_devices()}),
         "processor": model[0] if model else platform.machine(),

@@ -4,8 +4,9 @@
 
 Speed: `step.no_sync` for k - 1 batches and then a step, on two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core
 each; the MLP, schedule "staged", 8 batches in a turn for every k. Convergence: a perceptron of 85,000 parameters
-on scikit-learn's digits (the paper: MNIST), two replicas in one process, plain SGD; the loss of every batch under a
-low-pass filter of order 3, as in the paper. A batch is the rows of all replicas.
+on scikit-learn's digits (the paper: MNIST), two replicas in one process, plain SGD; the loss of every batch (where k
+batches are synchronized, that of all k) under a low-pass filter of order 3, as in the paper. A batch is the rows of all
+replicas.
 """
 
 import argparse

@@ -171,6 +171,11 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
             )
     owner = [process for (process,) in owners]
     processes = list(dict.fromkeys(owner))
+    if jax.process_index() not in processes:
+        raise ValueError(
+            f"the mesh has devices of processes {sorted(processes)}, none of this one, {jax.process_index()}: only "
+            "those that take part make a group of it."
+        )
     platform = mesh.devices.flat[0].platform
 
     def cut(ranks: Sequence[int]) -> Group:

@@ -3,6 +3,9 @@
 They compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
 sums.
 
+What a hook remembers is in the units of the step it comes from, Σ w·g, and is added to the next step's whatever its
+weights are; of a parameter that no replica used in a step it is gone.
+
 Source: `ddp_comm_hooks` in PyTorch.
 """
 

@@ -148,7 +148,8 @@ class Reducer:
         paths = self.group.all_reduce(np.asarray(paths, np.int32), op="max")
         reached = {i for i, path in zip(self.recipe.chosen(state.params), paths) if path}
         # Where each step skips what it does not use, a later batch may use what this one has no path to.
-        order = [i for i in order if i in reached or self.options.skip_all_reduce_unused_params]
+        later = [i for i in order if i not in reached] if self.options.skip_all_reduce_unused_params else []
+        order = [*(i for i in order if i in reached), *later]
         self.where = where = specs(self.group.member, state._replace(accumulated=None, hook_state=()))
         plan = self.recipe.plan(state.params, order)
         self.plan = plan = replace(plan, early=plan.early or schedule == "staged")

@@ -9,7 +9,8 @@ from fddp.objective import Pending
 
 
 class TrainState(NamedTuple):
-    """All that a step carries on: a pytree, equal on all replicas but for `hook_state` and `accumulated`."""
+    """All that a step carries on: a pytree, equal on all replicas but for `hook_state`, `accumulated`, and buffers that
+    are not broadcast."""
 
     step: Int[Array, ""]
     """Synchronized steps so far."""

@@ -244,7 +244,7 @@ def train_step(
         this step, micro-batch and replica.
       optimizer: any optax transformation.
       group: the replicas; None: those of `fddp.init()`.
-      has_aux: whether the loss returns metrics; their float leaves are averaged over replicas.
+      has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas.
       **options: fields of `fddp.Options`, named as DDP names them.
 
     Returns:
