@@ -7,7 +7,6 @@ Source: `finalize_backward` in PyTorch's reducer.cpp, which keeps `.grad` of glo
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -45,9 +44,8 @@ def update(
         return new_params, new_state
 
     def chosen(new: Any, old: Any) -> Any:
-        # A part of the optimizer that is not for a parameter holds an empty node in its place.
-        put_back = lambda n, new, old: jax.tree.map(partial(jnp.where, n > 0), new, old)  # noqa: E731
-        return jax.tree.map(put_back, used, new, old)
+        put_back = lambda new, old, n: new if masked(new) else jnp.where(n > 0, new, old)  # noqa: E731
+        return jax.tree.map(put_back, new, old, used, is_leaf=masked)
 
     return chosen(new_params, params), map_state(chosen, lambda new, old: new, params, new_state, opt_state)
 
@@ -59,7 +57,8 @@ def map_state(of_params: Callable[..., Any], of_rest: Callable[..., Any], params
     by their path fail; here a part of a state is known by its structure.
 
     Args:
-      of_params: what to make of parts that are trees like the parameters, `optax.MaskedNode` in the place of some.
+      of_params: what to make of parts that are trees like the parameters, or like a part of them: an empty node
+        (`masked`) stands where that part of the optimizer is for none.
       of_rest: what to make of any other leaf, a count of steps say.
       params: the parameters.
       *states: one or more, of one optimizer.
@@ -67,14 +66,22 @@ def map_state(of_params: Callable[..., Any], of_rest: Callable[..., Any], params
     Returns:
       What these make, in the form of the states.
     """
-    structure = jax.tree.structure(params)
 
     def like_params(part: Any) -> bool:
-        if jax.tree.structure(part, is_leaf=lambda x: isinstance(x, optax.MaskedNode)) != structure:
+        held, form = jax.tree.flatten(part, is_leaf=masked)
+        try:
+            given = form.flatten_up_to(params)
+        except ValueError:
             return False
+        alike = all(masked(x) or jax.tree_util.all_leaves([param]) for x, param in zip(held, given))
         # Where a single array is trained every leaf is alike, the count of steps too.
-        return structure != jax.tree.structure(0) or jnp.issubdtype(part.dtype, jnp.inexact)
+        return alike and (part is not held[0] or masked(part) or jnp.issubdtype(part.dtype, jnp.inexact))
 
     return jax.tree.map(
         lambda *parts: (of_params if like_params(parts[0]) else of_rest)(*parts), *states, is_leaf=like_params
     )
+
+
+def masked(x: Any) -> bool:
+    """Whether this stands in an optimizer's state for a parameter, or many, that it is not for."""
+    return isinstance(x, optax.MaskedNode)

@@ -10,7 +10,6 @@ Source: PyTorch's 2D parallelism, `DistributedDataParallel` over a `DeviceMesh` 
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
 from fddp.member import EVERYWHERE, Member
-from fddp.optimizer import map_state
+from fddp.optimizer import map_state, masked
 from fddp.plan import BucketPlan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -122,12 +121,13 @@ def optimizer_laid_out(member: Member, opt_state: Any, params: Any, where: Any) 
     if not other_axes(member):
         return opt_state
 
-    def put(param: Any, where: PartitionSpec, x: Any) -> Any:
+    def put(x: Any, param: Any, where: PartitionSpec) -> Any:
+        if masked(x):
+            return x
         return jax.lax.with_sharding_constraint(x, where if jnp.shape(x) == jnp.shape(param) else EVERYWHERE)
 
     return map_state(
-        # A part of the optimizer that is not for a parameter holds an empty node in its place.
-        lambda part: jax.tree.map(lambda p, w, x: jax.tree.map(partial(put, p, w), x), params, where, part),
+        lambda part: jax.tree.map(put, part, params, where, is_leaf=masked),
         lambda x: jax.lax.with_sharding_constraint(x, EVERYWHERE),
         params,
         opt_state,
