@@ -6,7 +6,6 @@ the same algebra, so accumulation, `no_sync` and replicas need no formulas of th
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ class Weighted(NamedTuple):
     """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number.
 
     Σ w·g / Σ w over replicas and micro-batches is then the gradient of the mean over all tokens, however unevenly they
-    lie. The weight may be zero where the loss is finite.
+    lie. The weight may be zero where the loss is finite; w·g must fit the parameters' dtype.
     """
 
     value: Float[Array, ""]
@@ -102,8 +101,6 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if model_state is not None:
             given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
             _check_alike(given, model_state)
-            if not isinstance(share, int):  # rows that count for nothing leave no trace in the buffers
-                model_state = jax.tree.map(partial(jnp.where, jnp.any(jnp.asarray(share) > 0)), model_state, given)
         value, weight = value if isinstance(value, Weighted) else (value, 1)
         loss = _exact(_scalar(value))
         weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
@@ -178,7 +175,7 @@ def mean(sums: Sums) -> Sums:
 
     def divided(x: Array) -> Array:
         # Not in 16 bits: the weight, of all tokens say, may be more than float16 holds.
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
         return (x.astype(wide) / weight.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(divided, sums)._replace(used=sums.used)

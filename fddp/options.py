@@ -33,7 +33,7 @@ class Options:
     """Whether to find the parameters that no replica used in a step, and leave them and their optimizer state alone."""
     broadcast_buffers: bool | Literal["mean"] = True
     """Whose model state every replica has at the next forward: True: replica 0's; "mean": the mean of all (of floats;
-    of integers replica 0's); False: each its own."""
+    of integers replica 0's); False: each its own. Under `fddp.join` those of replicas that still have data."""
     skip_all_reduce_unused_params: bool = False
     """Whether buckets that no replica used are not sent; needs `find_unused_parameters`. Which these are is agreed on
     in one tiny all-reduce before the first bucket leaves."""

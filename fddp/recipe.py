@@ -62,7 +62,7 @@ class Recipe:
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
-        model_state = buffers if self.options.broadcast_buffers else lowered(kept)
+        model_state = self._landed(buffers, state) if self.options.broadcast_buffers else lowered(kept)
         used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan, chosen, means.grads)
         # Whatever leads, bucket k's bytes are number k.
@@ -155,18 +155,32 @@ class Recipe:
 
     def _buffers(self, model_state: Any, rows: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
-        if not self.options.broadcast_buffers:
+        if not self.options.broadcast_buffers or model_state is None:
             return None, model_state
         # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        leads, size = rows.leads if isinstance(rows, Joined) else None, self.member.communicator.size
-        mine = self.member.communicator.number() == 0 if leads is None else jnp.any(leads)
+        joined = isinstance(rows, Joined) and rows.leads is not None
+        mine = jnp.any(rows.leads) if joined else self.member.communicator.number() == 0
+        active = jnp.any(rows.share > 0) if joined else True
 
         def part(x: Array) -> Array:
-            if self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact):
-                return x / size
-            return jnp.where(mine, x, jnp.zeros_like(x))
+            return jnp.where(active if self._averaged(x) else mine, x, jnp.zeros_like(x))
 
-        return jax.tree.map(part, model_state), None
+        # With `join` it is known only then how many took part: perhaps nobody of this group.
+        count = (active if self.options.broadcast_buffers == "mean" else mine).astype(jnp.float32) if joined else None
+        return (jax.tree.map(part, model_state), count), None
+
+    def _landed(self, buffers: Any, state: TrainState) -> Any:
+        """Everybody's buffers, of the sums of what was sent."""
+        if buffers is None:
+            return None
+        totals, count = buffers
+        of = self.member.communicator.size if count is None else jnp.maximum(count, 1)
+        means = jax.tree.map(lambda x: (x / of).astype(x.dtype) if self._averaged(x) else x, totals)
+        keep = lambda new, old: new if count is None else jnp.where(count > 0, new, old)  # noqa: E731
+        return jax.tree.map(keep, means, state.model_state)
+
+    def _averaged(self, x: Array) -> bool:
+        return self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _start(state: TrainState) -> Pending:

@@ -119,15 +119,23 @@ def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule
     assert float(state.model_state) == 10 + leader
 
 
-@pytest.mark.parametrize("broadcast_buffers", [True, "mean", False])
-def test_rows_that_count_for_nothing_leave_no_trace_in_buffers(group, broadcast_buffers):
-    def counting(w: Any, x: Any, *, model_state: Any) -> Any:
-        return jnp.mean((x - w) ** 2), (model_state + 1, None)
+@SCHEDULES
+@pytest.mark.parametrize(("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str)
+def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, active, mean):
+    """Of a group in which nobody has, the buffers stay."""
 
-    step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers=broadcast_buffers)
-    batch = joined([], False)._replace(rows=np.ones(REPLICAS * ROWS, np.float32))
-    state, _ = step(step.init(jnp.zeros(()), model_state=jnp.float32(10)), batch)
-    assert float(state.model_state) == 10
+    def counting(w: Any, x: Any, *, model_state: Any) -> Any:
+        new = {"float": model_state["float"] + jnp.mean(x), "int": model_state["int"] + 1}
+        return jnp.mean((x - w) ** 2), (new, None)
+
+    options: Any = {"schedule": schedule, "broadcast_buffers": "mean"}
+    step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS), **options)
+    rows = np.repeat(np.arange(REPLICAS, dtype=np.float32), ROWS)
+    leads = np.arange(len(rows)) == (active[0] * ROWS if active else -1)
+    state = step.init(jnp.zeros(()), model_state={"float": jnp.float32(10), "int": jnp.int32(5)})
+    state, _ = step(state, joined(active, False)._replace(rows=rows, leads=leads))
+    assert float(state.model_state["float"]) == mean
+    assert int(state.model_state["int"]) == 5 + bool(active)
 
 
 def test_join_says_which_rank_leads_in_the_first_of_its_rows(group):
