@@ -92,16 +92,11 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
 def _hydra(env: Mapping[str, str]) -> Launch | None:
     if "PMI_RANK" not in env:
         return None
-    launch = Launch(
+    return Launch(
         "Hydra",
         rank=_integer(env, "PMI_RANK"),
         size=_integer(env, "PMI_SIZE"),
         local_rank=_integer(env, "MPI_LOCALRANKID") if "MPI_LOCALRANKID" in env else None,
-    )
-    # srun speaks PMI too, and says more; under an mpiexec inside of Slurm the step may be that of its proxies.
-    slurm = _slurm(env)
-    return (
-        replace(slurm, launcher="Hydra") if slurm and (slurm.rank, slurm.size) == (launch.rank, launch.size) else launch
     )
 
 

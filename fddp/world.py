@@ -103,11 +103,6 @@ def _start(backend: str, launch: Launch, timeout_s: float) -> Group:
         _start_distributed(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
-    if backend == "gloo" and jax.default_backend() != "cpu":
-        raise RuntimeError(
-            f"backend 'gloo' is for CPUs, and JAX computes on {jax.default_backend()} here; set JAX_PLATFORMS=cpu, or "
-            "use 'nccl'."
-        )
     rank, size = jax.process_index(), jax.process_count()
     if size > 1:
         end_together(rank, size, _service_ending(rank, size))
@@ -123,15 +118,15 @@ def _start_mpi(launch: Launch) -> Group:
             f"backend 'mpi' needs {' and '.join(missing)}, not installed here: pip install 'fddp[mpi]', "
             "or use backend 'gloo'."
         )
-    comm = _mpi_world(launch)
+    comm = _mpi_world(launch, "use backend 'gloo'")
     group = mpi_group(comm)
     if group.processes > 1:
         end_together(group.rank, group.processes, _mpi_ending(comm.Clone()))
     return group
 
 
-def _mpi_world(launch: Launch) -> Any:
-    """MPI's own world, which must be the one that the launcher speaks of."""
+def _mpi_world(launch: Launch, otherwise: str) -> Any:
+    """MPI's own world, which must be the one that the launcher speaks of; if it is not, what else to do."""
     from mpi4py import MPI  # it loads the MPI library that mpi4jax's extension then finds
 
     comm = MPI.COMM_WORLD
@@ -139,7 +134,7 @@ def _mpi_world(launch: Launch) -> Any:
         raise RuntimeError(
             f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, MPI that it is rank {comm.rank} "
             f"of {comm.size}: start it with the mpiexec of the MPI that mpi4py was built with "
-            f"({MPI.get_vendor()[0]}), or use backend 'gloo'."
+            f"({MPI.get_vendor()[0]}), or {otherwise}."
         )
     return comm
 
@@ -166,7 +161,7 @@ def _agree_on_coordinator(launch: Launch) -> str:
             f"{launch.launcher} does not say where rank 0 is: give fddp.init(coordinator='host:port'), set "
             "FDDP_COORDINATOR, or install mpi4py."
         )
-    comm = _mpi_world(launch)
+    comm = _mpi_world(launch, "set FDDP_COORDINATOR=host:port")
     host = socket.gethostname() if len(set(comm.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
     with socket.socket() as probe:
         probe.bind(("", 0))

@@ -72,13 +72,6 @@ def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():
     assert read_launch(OPEN_MPI | {"FDDP_COORDINATOR": "a:1"}) == replace(read_launch(OPEN_MPI), coordinator="a:1")
 
 
-def test_srun_that_speaks_pmi_as_well_says_where_rank_0_is():
-    slurm = read_launch(SLURM)
-    pmi = {"PMI_RANK": str(slurm.rank), "PMI_SIZE": str(slurm.size)}
-    assert read_launch(SLURM | pmi) == replace(slurm, launcher="Hydra")
-    assert read_launch(SLURM | pmi | {"PMI_RANK": str(slurm.rank + 1)}).coordinator is None
-
-
 def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
     assert [read_launch(env).by_mpi for env in (OPEN_MPI, HYDRA, SLURM, EXPLICIT, {})] == [True, True] + [False] * 3
 
