@@ -151,7 +151,7 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
       ('',)
     """
     there = None if target is None else read_target(target)
-    if there is None and step.stats().backend_name == "mpi" and step.stats().world_size > 1:
+    if there is None and step.group.backend == "mpi" and step.group.size > 1:
         raise ValueError(
             "an audit reads XLA's collectives, and MPI's are calls that it cannot look into; give a target, "
             "fddp.audit(…, target='h100:8'), or use backend 'gloo'."
@@ -201,8 +201,8 @@ def _buckets(flights: Sequence[Flight], plan: BucketPlan) -> tuple[int | None, .
 
 
 def _merged(flight: Flight) -> bool:
-    """Several sums in one; an all-to-all has an array for each replica by itself."""
-    return len(flight.arrays) > 1 and flight.kind == "all-reduce"
+    """Several collectives in one; an all-to-all has an array for each replica by itself."""
+    return len(flight.arrays) > 1 and flight.kind != "all-to-all"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -196,6 +196,11 @@ class TrainStep:
         return self._make(group)
 
     @property
+    def group(self) -> Group:
+        """The replicas."""
+        return self._reducer.group
+
+    @property
     def plan(self) -> BucketPlan:
         """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness.
 
