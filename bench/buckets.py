@@ -4,7 +4,7 @@
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive at once and in turn.
 Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB, or the cap where that is smaller, but
-for "one", a single bucket with everything. Of caps that give the same buckets the smallest stands for all.
+for "one", a single bucket with everything. Of caps that give the same buckets one stands for all: 25, or the smallest.
 """
 
 import argparse

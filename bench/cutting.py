@@ -34,7 +34,7 @@ OPTIMIZER = optax.sgd(1e-3)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="on how many (default: all)")
+    parser.add_argument("--cores", type=int, default=None, help="on how many (default: all that there are)")
     parser.add_argument("--name", default="cutting", help="of the file in bench/results")
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing is saved")
     parser.add_argument("--alone", nargs=2, metavar=("PROBLEM", "SCHEDULE"), help=argparse.SUPPRESS)
@@ -42,8 +42,9 @@ def main() -> None:
     if args.alone:
         print(json.dumps(alone(*args.alone)))
         return
-    os.sched_setaffinity(0, range(args.cores))
-    os.environ["NPROC"] = str(max(2, args.cores))  # XLA reads it when it starts
+    cores = sorted(os.sched_getaffinity(0))[: args.cores]
+    os.sched_setaffinity(0, cores)
+    os.environ["NPROC"] = str(max(2, len(cores)))  # XLA reads it when it starts
     rounds = 3 if args.quick else 15
     results: dict[str, Any] = {name: measure(name, rounds) for name in PROBLEMS}
     for name, result in results.items():

@@ -90,10 +90,12 @@ def _mpi() -> Iterator[Finding]:
     else:
         # Built against an MPI that is not here they are installed and yet do not load. Here they would start MPI.
         load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; import mpi4jax"
-        loaded = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
-        why = (loaded.stderr.splitlines() or ["no reason given"])[-1]
-        failed = loaded.returncode != 0
-        yield Finding("backend mpi", "does not load" if failed else "ready", f"{why}; {advice}" if failed else "")
+        try:
+            subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, timeout=60)
+            yield Finding("backend mpi", "ready")
+        except subprocess.SubprocessError as error:
+            said = str(getattr(error, "stderr", None) or error).splitlines()
+            yield Finding("backend mpi", "does not load", f"{said[-1]}; {advice}")
     # An environment's programs lie beside its Python, on the PATH or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     start = next((found for name in ("mpiexec", "mpirun", "srun") if (found := shutil.which(name, path=path))), None)

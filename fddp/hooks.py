@@ -38,7 +38,7 @@ def noop() -> Hook:
 
 
 def bf16(hook: Hook | None = None) -> Hook:
-    """Sends float sums as bfloat16: half the bytes (PyTorch's `bf16_compress_hook` and its wrapper).
+    """Sends float sums as bfloat16 (float16 as it is): half the bytes (PyTorch's `bf16_compress_hook` and its wrapper).
 
     Args:
       hook: whose sums; None: `allreduce()`.
@@ -56,7 +56,7 @@ def bf16(hook: Hook | None = None) -> Hook:
 
 
 def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
-    """Sends float sums as float16 (PyTorch's `fp16_compress_hook` and its wrapper).
+    """Sends float sums as float16 (bfloat16 as it is; PyTorch's `fp16_compress_hook` and its wrapper).
 
     Args:
       hook: whose sums; None: `allreduce()`.

@@ -185,8 +185,7 @@ class Reducer:
 
     def _check_paths(self, state: TrainState, batch: Any) -> None:
         """A batch of another form may have another program, with paths that the first one had not."""
-        form = _form(batch)
-        if form in self._forms or not self.options.find_unused_parameters:
+        if not self.options.find_unused_parameters or (form := _form(batch)) in self._forms:
             return
         plan, _ = self._settled
         sent = {i for bucket in plan.buckets for i in bucket.leaves}

@@ -87,8 +87,8 @@ def relay(
         forms.update(zip(stage.writes, traced.out_info))
         lowered = traced.lower()
         # Equal layers make equal stages: what XLA would get twice is compiled once.
-        there = [*traced.jaxpr.consts, *_callbacks(traced.jaxpr.jaxpr)]
-        same = (lowered.as_text(), tuple((x.shape, x.dtype) for x in read), *map(id, there))
+        shapes = tuple((x.shape, x.dtype) for x in read)
+        same = (lowered.as_text(), shapes, *map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
         if same not in compiled:
             compiled[same] = lowered.compile()
         return compiled[same]

@@ -172,13 +172,8 @@ def tune(
     alone = group.subgroup([group.rank])
 
     def made(group: Group, cap_mb: float) -> tuple[TrainStep, Run]:
-        step = train_step(
-            loss_fn,
-            optimizer,
-            group=group,
-            has_aux=has_aux,
-            **options | {"schedule": "staged", "bucket_cap_mb": cap_mb},
-        )
+        settings = options | {"schedule": "staged", "bucket_cap_mb": cap_mb}
+        step = train_step(loss_fn, optimizer, group=group, has_aux=has_aux, **settings)
         state = step.init(params, model_state=model_state, rng=rng)
         return step, lambda: step.measure(state, [batch] * steps)
 
