@@ -158,16 +158,16 @@ class Recipe:
         if not self.options.broadcast_buffers or model_state is None:
             return None, model_state
         # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        joined = isinstance(rows, Joined) and rows.leads is not None
-        mine = jnp.any(rows.leads) if joined else self.member.communicator.number() == 0
-        active = jnp.any(rows.share > 0) if joined else True
+        leads = rows.leads if isinstance(rows, Joined) else None
+        mine = self.member.communicator.number() == 0 if leads is None else jnp.any(leads)
+        active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
             return jnp.where(active if self._averaged(x) else mine, x, jnp.zeros_like(x))
 
         # With `join` it is known only then how many took part: perhaps nobody of this group.
-        count = (active if self.options.broadcast_buffers == "mean" else mine).astype(jnp.float32) if joined else None
-        return (jax.tree.map(part, model_state), count), None
+        took_part = active if self.options.broadcast_buffers == "mean" else mine
+        return (jax.tree.map(part, model_state), None if leads is None else took_part.astype(jnp.float32)), None
 
     def _landed(self, buffers: Any, state: TrainState) -> Any:
         """Everybody's buffers, of the sums of what was sent."""
