@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -180,3 +181,14 @@ def said() -> dict[str, str]:
 @pytest.mark.parametrize("call", STARTS)
 def test_a_world_that_cannot_be_started_is_refused(said, call):
     assert STARTS[call] in said[call]
+
+
+def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone():
+    """Started by another MPI's mpiexec, or by hand: every rank is a world of its own to mpi4py."""
+    script = "import fddp; fddp.init('mpi')"
+    env = os.environ | {"FDDP_RANK": "1", "FDDP_SIZE": "2", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    assert ended.returncode != 0
+    assert re.search(
+        r"says that this is rank 1 of 2, MPI that it is rank 0 of 1: .* or use backend 'gloo'", ended.stderr
+    )
