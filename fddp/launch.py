@@ -44,8 +44,8 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       env: environment variables, as `os.environ`.
 
     Returns:
-      What the first of these says: `FDDP_RANK, FDDP_SIZE, FDDP_COORDINATOR`; Open MPI; MPICH's Hydra (PMI); Slurm's
-      srun. A process that nobody speaks of is alone.
+      What the first of these says: `FDDP_RANK, FDDP_SIZE`; Open MPI; MPICH's Hydra (PMI); Slurm's srun. A process
+      that nobody speaks of is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's place.
 
     Raises:
       ValueError: variables are incomplete or contradict each other.
@@ -54,13 +54,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
       1
     """
-    found = (launcher(env) for launcher in (_explicit, _open_mpi, _hydra, _slurm))
-    launch, meeting = next((launch for launch in found if launch is not None), None), env.get("FDDP_COORDINATOR")
-    if launch is None and meeting is not None:
-        raise ValueError("FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE.")
+    found = (launcher(env) for launcher in (_explicit, _open_mpi, _hydra, _slurm, _nobody))
+    launch = next(launch for launch in found if launch is not None)
     # Whoever started the ranks: where they meet can be told beside it.
-    launch = launch or Launch("alone", rank=0, size=1)
-    return replace(launch, coordinator=meeting or launch.coordinator)
+    return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
 
 
 def _explicit(env: Mapping[str, str]) -> Launch | None:
@@ -113,6 +110,12 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         local_rank=_integer(env, "SLURM_LOCALID"),
         coordinator=f"{_first_host(_text(env, 'SLURM_STEP_NODELIST'))}:{port}",
     )
+
+
+def _nobody(env: Mapping[str, str]) -> Launch:
+    if "FDDP_COORDINATOR" in env:
+        raise ValueError("FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE.")
+    return Launch("alone", rank=0, size=1)
 
 
 def _first_host(nodes: str) -> str:
