@@ -55,8 +55,9 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
             sends, kept = _launch(now.backward, leaves, partial(send, memory=memory), threads, spans)
             result = land(now.update, equal, [one.result for one in sends], kept, spans)
         finally:
-            for thread in threads:
-                thread.shutdown(cancel_futures=True)  # after an error nothing more is sent
+            for wait in (False, True):  # after an error nothing more is sent, on any lane
+                for thread in threads:
+                    thread.shutdown(wait, cancel_futures=True)
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
         return now.result.unflatten(result), tuple(one.memory for one in done[: len(memory)])
