@@ -81,7 +81,8 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
     ways = {schedule: way(task, group, schedule=schedule, **caps) for schedule in ("after", "staged")}
     measured, seconds = watch(ways | {"forward": forward_only(task)}, group, rounds=rounds)
     if group.rank == 0:
-        forward, _ = seconds.pop("forward"), measured.pop("forward")
+        forward = seconds.pop("forward")
+        del measured["forward"]
         ahead = float(np.median(forward))
         whole = float(np.median([step.seconds for step in measured["after"].steps]))
         said = {

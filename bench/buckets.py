@@ -4,7 +4,8 @@
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive at once and in turn.
 Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB, or the cap where that is smaller, but
-for "one", a single bucket with everything. Of caps that give the same buckets one stands for all: 25, or the smallest.
+for "one", a single bucket with everything. Of caps that give the same buckets the smallest stands for all; 25 is always
+there, as others are compared with it.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from bench.problems import Problem
 from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
 from fddp.drawing import figure
+from fddp.regrouping import different
 
 CAPS_MB = (0, 1, 2, 4, 8, 16, 25, 50)
 DEFAULT = 25  # PyTorch's and fddp's
@@ -48,10 +50,10 @@ def main() -> None:
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
-    """A step with each cap that gives other buckets than the smaller ones."""
-    plans = {cap: fddp.make_plan(task.params, bucket_cap_mb=cap) for cap in CAPS_MB}
-    smallest = {plan.digest: cap for cap, plan in reversed(plans.items())} | {plans[DEFAULT].digest: DEFAULT}
-    named = {f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap) for cap in sorted(smallest.values())}
+    """A step with each cap that gives other buckets than the smaller ones, and with the default."""
+    plans: dict[float, fddp.BucketPlan] = {cap: fddp.make_plan(task.params, bucket_cap_mb=cap) for cap in CAPS_MB}
+    chosen = different(plans) | {DEFAULT: plans[DEFAULT]}
+    named = {f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap) for cap in sorted(chosen)}
     everything = dict.fromkeys(("first_bucket_mb", "last_bucket_mb"), MOST_MB)
     return named | {"one": staged(task, group, MOST_MB, **everything)}
 

@@ -35,12 +35,8 @@ from fddp.drawing import draw, figure
 from fddp.timeline import Span, Timeline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
-CAPS_MB = {
-    "mlp": 4.0,
-    "mlp640": 4.0,
-    "resnet18": 4.0,
-    "gpt": 2.0,
-}  # near what fddp.tune picks here, see bench/tuning.py
+# Near what fddp.tune picks here, see bench/tuning.py.
+CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 
 from fddp.compiler import expect_no_gpu
+from fddp.doctor import installed
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("jax", "flax", "optax", "mpi4py", "mpi4jax", "mpich")
@@ -102,7 +102,7 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: version(name) for name in PACKAGES if name in {one.name for one in distributions()}},
+        "versions": {name: found for name in PACKAGES if (found := installed(name))},
         "python": platform.python_version(),
         "devices": sorted({device.device_kind for device in jax.local_devices()}),
         "processor": model[0] if model else platform.machine(),

@@ -239,7 +239,7 @@ def _problems(audit: Audit) -> Iterator[str]:
             "later, skip_all_reduce_unused_params), XLA computes nothing beside a conditional, and the estimate leaves "
             "what it sends out."
         )
-    yield from _exposed(audit, [k for k in audit.sent if not flights[k].loops and not flights[k].branches])
+    yield from _exposed(audit, [k for k in audit.sent if not flights[k].inside])
 
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:

@@ -44,13 +44,15 @@ def examine() -> tuple[Finding, ...]:
 def _findings() -> Iterator[Finding]:
     yield Finding("Python", platform.python_version())
     for name in PACKAGES:
-        yield Finding(name, _version(name) or "missing", "" if _version(name) else f"pip install {name}")
+        found = installed(name)
+        yield Finding(name, found or "missing", "" if found else f"pip install {name}")
     expect_no_gpu()
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
     yield Finding("backend local", "ready: the devices of this process")
     yield Finding("backend gloo", "ready: CPUs of several processes")
-    yield from _mpi()
+    yield Finding("backend mpi", *_mpi())
+    yield Finding("launcher", *_launcher())
     yield _unless_it_fails("backend nccl", _nccl)
     yield Finding("fddp.audit(target=…)", "not ready" if trouble() else "ready: a100, h100 and h200", trouble() or "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -82,24 +84,26 @@ def _nccl() -> tuple[str, str]:
     return "ready" if jax.default_backend() not in ("cpu", "tpu") else "no GPU here", ""
 
 
-def _mpi() -> Iterator[Finding]:
+def _mpi() -> tuple[str, str]:
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     advice = "pip install 'fddp[mpi]', or mpi4py and mpi4jax beside a system MPI"
     if missing:
-        yield Finding("backend mpi", f"{' and '.join(missing)} missing", advice)
-    else:
-        # Built against an MPI that is not here they are installed and yet do not load. Here they would start MPI.
-        load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; import mpi4jax"
-        try:
-            subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, timeout=60)
-            yield Finding("backend mpi", "ready")
-        except subprocess.SubprocessError as error:
-            said = str(getattr(error, "stderr", None) or error).splitlines()
-            yield Finding("backend mpi", "does not load", f"{said[-1]}; {advice}")
+        return f"{' and '.join(missing)} missing", advice
+    # Built against an MPI that is not here they are installed and yet do not load. Here they would start MPI.
+    load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; import mpi4jax"
+    try:
+        subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, timeout=60)
+    except subprocess.SubprocessError as error:
+        said = str(getattr(error, "stderr", None) or error).splitlines()
+        return "does not load", f"{said[-1]}; {advice}"
+    return "ready", ""
+
+
+def _launcher() -> tuple[str, str]:
     # An environment's programs lie beside its Python, on the PATH or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     start = next((found for name in ("mpiexec", "mpirun", "srun") if (found := shutil.which(name, path=path))), None)
-    yield Finding("launcher", start or "none found", "" if start else "pip install 'fddp[mpi]' brings mpiexec")
+    return start or "none found", "" if start else "pip install 'fddp[mpi]' brings mpiexec"
 
 
 def _idle_gpus() -> str:
@@ -109,7 +113,8 @@ def _idle_gpus() -> str:
     return ""
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a package, or None where it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -55,8 +55,10 @@ class Reducer:
         self.where: Any = None
         """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._runner: Runner | None = None
+        self._left_out: tuple[int, ...] = ()
+        """Trained leaves that no bucket holds, and"""
         self._forms = set[Any]()
-        """Of batches that the plan is known to serve."""
+        """the forms of batches whose loss is known to have no path to them."""
         own = group.member.own
         self._hold = group.member.program(
             self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
@@ -153,6 +155,7 @@ class Reducer:
         self.where = where = specs(self.group.member, state._replace(accumulated=None, hook_state=()))
         plan = self.recipe.plan(state.params, order)
         self.plan = plan = replace(plan, early=plan.early or schedule == "staged")
+        self._left_out = tuple(i for i in self.recipe.chosen(state.params) if i not in order)
         self._forms = {_form(batch)}
         pieces = Pieces(
             partial(self.recipe.local, plan, where.params),
@@ -185,12 +188,11 @@ class Reducer:
 
     def _check_paths(self, state: TrainState, batch: Any) -> None:
         """A batch of another form may have another program, with paths that the first one had not."""
-        if not self.options.find_unused_parameters or (form := _form(batch)) in self._forms:
+        if not self._left_out or (form := _form(batch)) in self._forms:
             return
         plan, _ = self._settled
-        sent = {i for bucket in plan.buckets for i in bucket.leaves}
-        chosen = zip(self.recipe.chosen(state.params), self._paths(state, batch))
-        new = [plan.leaves[i].name for i, path in chosen if path and i not in sent]
+        paths = dict(zip(self.recipe.chosen(state.params), self._paths(state, batch)))
+        new = [plan.leaves[i].name for i in self._left_out if paths[i]]
         if new:
             raise ValueError(
                 f"this batch has other arrays than the first one, and with them the loss uses {', '.join(new)}, which "

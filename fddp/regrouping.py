@@ -1,6 +1,6 @@
 """What another grouping of the same gradients would take, from the stages of the finest one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,3 +67,9 @@ def total_seconds(fine: Typical, coarse: Typical, stages: int) -> float:
     more = len(fine.stages) - len(coarse.stages)
     each = (sum(fine.stages) - sum(coarse.stages)) / more if more else 0.0
     return sum(coarse.stages) + each * (stages - len(coarse.stages))
+
+
+def different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
+    """Of the caps that give one plan the smallest, with that plan; in order."""
+    smallest = {plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda one: -one[0])}
+    return {cap: plans[cap] for cap in sorted(smallest.values())}

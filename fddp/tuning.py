@@ -6,7 +6,7 @@ depends on the network, the model and the hosts: in the paper nothing but trying
 Source: Li et al. (VLDB 2020), Fig. 7 and 8.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -20,7 +20,7 @@ from fddp.group import Group
 from fddp.link import Link, fit_link
 from fddp.measurement import MeasuredStep, Measurement
 from fddp.plan import BucketPlan, MiB, make_plan
-from fddp.regrouping import Typical, joined, total_seconds, typical, wire_bytes
+from fddp.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
 from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.step import TrainStep, train_step
 from fddp.timeline import Pace, observed_pace, simulate
@@ -183,7 +183,7 @@ def tune(
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
     tail = {"exact": finest.plan.exact, "early": finest.plan.early}
     plans = {cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb}
-    plans = {cap: replace(plan, **tail) for cap, plan in _different(plans).items()}
+    plans = {cap: replace(plan, **tail) for cap, plan in different(plans).items()}
 
     def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
         """A real run with a cap, and what it tells of every other."""
@@ -267,12 +267,6 @@ def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int =
 
     # Who comes last to an all-reduce does not wait in it: the least of all ranks is what it takes.
     return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
-
-
-def _different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
-    """One cap, the smallest, for each plan."""
-    smallest = {plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda one: -one[0])}
-    return {cap: plans[cap] for cap in sorted(smallest.values())}
 
 
 def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: float) -> Pace:

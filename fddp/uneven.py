@@ -5,7 +5,6 @@ it runs the same program on its last batch, so collectives inside a loss (cross-
 Buffers come from the first rank that still has data, as in DDP (`_find_common_rank`).
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -81,6 +80,6 @@ def _joined(batch: Any, active: bool, divide_by_all: bool, leads: bool) -> Joine
     leaves = jax.tree.leaves(batch)
     rows = np.shape(leaves[0])[:1] if leaves else ()
     share = np.full(rows, active, np.float32)
-    # The first row: of a process's replicas the first one leads.
-    first = np.arange(math.prod(rows)).reshape(rows) == 0
-    return Joined(batch, share, np.ones(rows, np.float32) if divide_by_all else share, first & leads)
+    leading = np.zeros(rows, bool)
+    leading.flat[:1] = leads  # of a process's replicas the one with the first row
+    return Joined(batch, share, np.ones(rows, np.float32) if divide_by_all else share, leading)

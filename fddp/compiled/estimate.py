@@ -27,7 +27,7 @@ def estimate(module: Module, flights: tuple[Flight, ...], target: Target) -> Tim
       A timeline; computation is named after the Python functions it comes from, communication after its number among
       `flights`.
     """
-    seen = {k: flight for k, flight in enumerate(flights) if not flight.loops and not flight.branches}
+    seen = {k: flight for k, flight in enumerate(flights) if not flight.inside}
     starts, dones = {one.start: k for k, one in seen.items()}, {one.done: k for k, one in seen.items()}
     clock = link = 0.0
     landed: dict[int, float] = {}

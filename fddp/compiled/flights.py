@@ -38,6 +38,11 @@ class Flight:
         return self.done > self.start
 
     @property
+    def inside(self) -> bool:
+        """Whether it stands in a loop or in a branch, whose places are not the program's own."""
+        return self.loops + self.branches > 0
+
+    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 

@@ -80,9 +80,9 @@ class Schedule(NamedTuple):
     """Instructions in the order in which they start, each with the computation it stands in."""
 
     lines: tuple[tuple[Instruction, Computation], ...]
-    loops: int = 0
+    loops: int
     """How many loops stand around them,"""
-    branches: int = 0
+    branches: int
     """and how many conditionals."""
 
 
