@@ -33,10 +33,11 @@ MESSAGES = 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
 URGENCY = 10  # steps of niceness
 
-# XLA would merge all buckets into one all-reduce (on CPU without any limit, on GPU up to 30 MiB), and before Hopper
-# its GPU scheduler overlaps nothing unless told to. Options of another platform are ignored.
-COMPILER_OPTIONS = {
-    "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
+# XLA would merge all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops barriers
+# before it puts instructions in order, and collectives of ranks whose programs differ then come in different orders.
+# Before Hopper XLA's GPU scheduler overlaps nothing unless told to.
+CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander"}
+GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_enable_latency_hiding_scheduler": "True",
 }
@@ -105,6 +106,8 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     own = PartitionSpec(axis_name)
     hosts = Mesh(_first_devices(mesh), ("process",))
+    platform = mesh.devices.flat[0].platform
+    options = CPU_OPTIONS if platform == "cpu" else GPU_OPTIONS
     single = mesh.shape[axis_name] == mesh.size  # a replica is one device
     view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
 
@@ -124,7 +127,7 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         )
         # Several devices of a replica hold what `place` gave them.
         places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs) if single else None
-        return jax.jit(spread, in_shardings=places, donate_argnums=tuple(donate), compiler_options=COMPILER_OPTIONS)
+        return jax.jit(spread, in_shardings=places, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: Any, where: PartitionSpec) -> Any:
         return jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, spec(x) if where == EVERYWHERE else where)), tree)
@@ -149,7 +152,7 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
         return np.asarray(join(jax.make_array_from_process_local_data(NamedSharding(hosts, row), mine[None])))
 
-    communicator = axis_communicator(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
+    communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
     total = program(communicator.psum, (own,), EVERYWHERE)
 
     return Member(
@@ -157,7 +160,7 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         own=own,
         share=mesh.shape[axis_name],
         # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
-        crowded=mesh.devices.flat[0].platform == "cpu" and mesh.size > len(_first_devices(mesh)),
+        crowded=platform == "cpu" and mesh.size > len(_first_devices(mesh)),
         view=view,
         spec=spec,
         program=program,

@@ -23,7 +23,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
-from fddp.replicas import described, verify
+from fddp.replicas import described, verify, verify_collectives
 from fddp.schedule import Pieces, Runner, Schedule, after, fused
 from fddp.shards import other_axes, specs
 from fddp.staged import staged
@@ -55,6 +55,8 @@ class Reducer:
         self.where: Any = None
         """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._runner: Runner | None = None
+        self._compared = False
+        """Whether the ranks' compiled programs are known to send the same."""
         self._left_out: tuple[int, ...] = ()
         """Trained leaves that no bucket holds, and"""
         self._forms = set[Any]()
@@ -67,7 +69,11 @@ class Reducer:
     def reduce(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
         """Gradients of all replicas' rows, averaged, then `use`; and the state of the hook."""
         rows = self._rows(state, batch, "step")
-        result, memory = self.runner.run(*self._arguments(state), rows)
+        arguments = (*self._arguments(state), rows)
+        if not self._compared and self.runner.lower and self.group.processes > 1:
+            verify_collectives(self.group, self.runner.lower(*arguments))
+        self._compared = True
+        result, memory = self.runner.run(*arguments)
         return result, self.recipe.by_leaf(self._settled[0], state.hook_state, memory)
 
     def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:

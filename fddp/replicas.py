@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fddp.compiled.flights import find_flights
+from fddp.compiled.hlo import parse
 from fddp.group import Group
 from fddp.member import EVERYWHERE
 from fddp.program import merge, split
@@ -49,6 +51,27 @@ def verify(group: Group, what: str, describe: Callable[[], Iterable[str]]) -> No
     rows = group.all_gather(np.frombuffer(text.ljust(max(lengths)), np.uint8))
     reports = [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
     raise _disagreement(what, reports) from failure
+
+
+def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
+    """Compares what the compiled programs of all ranks send: kinds, arrays, and who takes part, in order.
+
+    Programs of one script may differ: by a branch in Python, say, or by what XLA makes of it. A rank whose collectives
+    differ would add the others' sums to its own, or wait for ever.
+
+    Args:
+      group: who compares.
+      program: what this rank is about to run.
+
+    Raises:
+      ValueError: the collectives differ; the message says where, by rank.
+    """
+
+    def describe() -> list[str]:
+        flights = find_flights(parse(program.compile().as_text() or ""))
+        return [f"collectives: {len(flights)}", *(f"collective {k}: {flight}" for k, flight in enumerate(flights))]
+
+    verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)
 
 
 def equal_start(group: Group, tree: Any) -> Any:

@@ -145,13 +145,31 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once():
 
 
 def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypatch):
-    monkeypatch.setitem(member.COMPILER_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
+    monkeypatch.setitem(member.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
     # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
     audit = look(plain_mlp(512), "a100:8", bucket_cap_mb=0)
     assert len(audit.flights) == 4 and not any(flight.asynchronous for flight in audit.flights)
     problem = audit.problems()[-1]
     assert "synchronous: bucket" in problem and "xla_gpu_enable_latency_hiding_scheduler" in problem
+
+
+@pytest.mark.parametrize("target", [None, "h100:2"])
+@pytest.mark.parametrize("hook", [None, fddp.hooks.bf16(), fddp.hooks.quantize()], ids=repr)
+def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(group, target, hook):
+    replicas = group(2) if target is None else read_target(target).group()
+    params = {name: np.ones((64, 64), np.float32) for name in "ab"}
+    options = {"group": replicas, "schedule": "fused", "bucket_cap_mb": 0, "hook": hook}
+
+    def sent(uses):
+        step = fddp.train_step(lambda p, x: jnp.mean(uses(p, x) ** 2), optax.sgd(0.1), **options)
+        return [str(flight) for flight in fddp.audit(step, step.shapes(params), np.ones((8, 64)), target).flights]
+
+    both = sent(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
+    assert len(both) >= 2
+    assert both == sent(lambda p, x: x @ p["a"])
+    assert both == sent(lambda p, x: x @ p["b"])
+    assert both == sent(lambda p, x: x)
 
 
 def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):

@@ -20,6 +20,8 @@ class Flight:
     """"all-reduce", say."""
     arrays: tuple[Array, ...]
     """What it sends; several where XLA has merged several collectives."""
+    groups: str
+    """The devices that take part with each other, as XLA writes them."""
     op_name: str
     start: int
     done: int
@@ -45,6 +47,10 @@ class Flight:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
+
+    def __str__(self) -> str:
+        arrays = " + ".join(f"{array.dtype}{list(array.dims)}" for array in self.arrays)
+        return f"{self.kind} of {arrays} among {self.groups or 'all'}"
 
 
 def find_flights(module: Module) -> tuple[Flight, ...]:
@@ -75,6 +81,7 @@ def _flights(module: Module, schedule: Schedule) -> list[Flight]:
             Flight(
                 kind=next(kind for kind in KINDS if sender.opcode.startswith(kind)),
                 arrays=tuple(x for name in line.operands for x in computation[name].result),
+                groups=sender.groups,
                 op_name=line.op_name or sender.op_name,
                 start=at,
                 done=done,

@@ -59,6 +59,12 @@ class Instruction:
         return found[1] if found else ""
 
     @cached_property
+    def groups(self) -> str:
+        """The devices that a collective joins, as XLA writes them; else empty."""
+        found = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=|$)", self.attributes)
+        return found[1] if found else ""
+
+    @cached_property
     def calls(self) -> tuple[str, ...]:
         """Names of the computations that run as part of it, in the order in which they are named."""
         keys = r"calls|to_apply|body|branch_computations|called_computations|true_computation|false_computation"

@@ -252,3 +252,16 @@ def value_and_grad_compares_buffers(group: fddp.Group):
     buffers = {"mean": jnp.zeros(2 if odd(group) else 1)}
     message = the_same(group, error_of(lambda: f(jnp.zeros(()), np.zeros(4, np.float32), model_state=buffers)))
     assert_each_rank(group, message, "mean float32[1]", "mean float32[2]")
+
+
+@claim(backends=("gloo",))
+def collectives_of_the_loss_that_only_some_ranks_have_are_told_before_they_hang(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:
+        value = jnp.mean((p - x) ** 2)
+        return jax.lax.pmean(value, "replica") if odd(group) else value
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group, schedule="fused")
+    state = step.init(jnp.zeros(2))
+    message = the_same(group, error_of(lambda: step(state, np.ones((4, 2), np.float32))))
+    assert "compiled collectives" in message
+    assert_each_rank(group, message, "collectives: 1", "collectives: 3")

@@ -252,3 +252,23 @@ def under_mpi_cross_replica_batch_norm_is_an_error(group: fddp.Group):
     step = fddp.train_step(resnet.loss_fn(model), optax.sgd(RATE), group=group)
     state = step.init(params, model_state=model_state)
     assert "'mpi' has no mesh axis" in error_of(lambda: step(state, rows))
+
+
+### Ranks whose programs differ
+
+
+@claim()
+def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:  # as many numbers in the bucket of a and in that of b, loss and weight too
+        first = jnp.mean(x @ p["a"])
+        return first + jnp.sum(p["b"] * x[0, 0]) if group.rank else first
+
+    params = {"a": np.zeros((4, 4), np.float32), "b": np.zeros(18, np.float32)}
+    share = (group.size - 1) / group.size
+    for schedule in ("fused", "staged", "after"):
+        step = fddp.train_step(loss, optax.sgd(1.0), group=group, schedule=schedule, bucket_cap_mb=0)
+        state, info = step(step.init(params), np.ones((2, 4), np.float32))
+        assert len(step.plan.buckets) == 2
+        assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
+        np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
+        assert same_on_all_ranks(group, (state.params, info.loss)), schedule
