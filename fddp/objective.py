@@ -20,7 +20,8 @@ class Weighted(NamedTuple):
     """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number.
 
     Σ w·g / Σ w over replicas and micro-batches is then the gradient of the mean over all tokens, however unevenly they
-    lie. The weight may be zero where the loss is finite; w·g must fit the parameters' dtype.
+    lie. A loss without a weight counts with its rows. The weight may be zero where the loss is finite; w·g must fit the
+    parameters' dtype.
     """
 
     value: Float[Array, ""]
@@ -62,6 +63,8 @@ class Pending(NamedTuple):
     """Buffers as this replica's last forward left them."""
     micro_batches: Int[Array, ""]
     """How many micro-batches came since the last synchronization."""
+    unit: Int[Array, ""]
+    """How many rows weigh 1 in the sums; 1 where the loss tells its weight."""
 
 
 class Value(NamedTuple):
@@ -72,16 +75,21 @@ class Value(NamedTuple):
     """w in Σ w·g."""
     divisor: Float[Array, ""]
     """w in Σ w: the same number, but for a rank that has run out of data."""
+    unit: Int[Array, ""]
+    """How many rows weigh 1; 1 where the loss tells its weight."""
     model_state: Any
     aux: Any
 
 
-# (params, model_state, rng, batch) -> (w·loss, all of it)
-Objective = Callable[[Any, Any, Any, Any], tuple[Array, Value]]
+# (params, model_state, rng, batch, unit=None) -> (w·loss, all of it); unit: how many rows weigh 1, None: any number
+Objective = Callable[..., tuple[Array, Value]]
 
 
 def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
-    """Brings a loss into the form (params, model_state, rng, batch) → (w·loss, `Value`).
+    """Brings a loss into the form (params, model_state, rng, batch, unit=None) → (w·loss, `Value`).
+
+    A loss that tells no weight is a mean over its rows and weighs as many: ranks may bring different numbers of them.
+    Rows are counted in units, of the first batch's rows say, so that in most steps the weight is 1 and costs no digit.
 
     Args:
       loss_fn: `loss_fn(params, batch)`; called with `model_state=` or `rng=` where the state has them. Returns a loss,
@@ -92,7 +100,7 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
       The objective; it raises ValueError or TypeError when it is traced and the loss returns something else.
     """
 
-    def objective(params: Any, model_state: Any, rng: Any, batch: Any) -> tuple[Array, Value]:
+    def objective(params: Any, model_state: Any, rng: Any, batch: Any, unit: int | None = None) -> tuple[Array, Value]:
         batch, share, divisor, _ = batch if isinstance(batch, Joined) else Joined(batch, 1, 1)
         extra = {"model_state": model_state, "rng": rng}
         value, aux = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None}), None
@@ -101,11 +109,12 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if model_state is not None:
             given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
             _check_alike(given, model_state)
-        value, weight = value if isinstance(value, Weighted) else (value, 1)
+        unit = 1 if isinstance(value, Weighted) else unit or _rows(batch)
+        value, weight = value if isinstance(value, Weighted) else (value, _rows(batch) / unit)
         loss = _exact(_scalar(value))
         weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
         share, divisor = (weight * jnp.mean(jnp.asarray(x, loss.dtype)) for x in (share, divisor))
-        return share * loss, Value(loss, share, divisor, model_state, _floats(aux))
+        return share * loss, Value(loss, share, divisor, jnp.int32(unit), model_state, _floats(aux))
 
     return objective
 
@@ -151,7 +160,7 @@ def contribute(
         # A rank without data shadows the others: what it computes counts for nothing.
         used=None if used is None else jnp.where(weight > 0, used, False).astype(jnp.float32),
     )
-    return Pending(plus(pending.sums, sums), value.model_state, pending.micro_batches + 1)
+    return Pending(plus(pending.sums, sums), value.model_state, pending.micro_batches + 1, value.unit)
 
 
 def reached(
@@ -167,6 +176,15 @@ def plus(a: Sums | None, b: Sums) -> Sums:
     if a is None:
         return b
     return jax.tree.map(jnp.add, a, b)._replace(used=jax.tree.map(jnp.maximum, a.used, b.used))
+
+
+def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
+    """What is pending, as it would be if so many rows weighed 1: it may come from a step that began otherwise."""
+    if pending.sums is None:
+        return None
+    factor = pending.unit / unit
+    sums = jax.tree.map(lambda x: x * factor.astype(x.dtype), pending.sums._replace(used=None))
+    return sums._replace(used=pending.sums.used)
 
 
 def mean(sums: Sums) -> Sums:
@@ -212,6 +230,10 @@ def _check_alike(given: Any, returned: Any) -> None:
             raise ValueError(
                 f"the loss must return model_state{name} as it was given, {_shown(old)}, got {_shown(new)}."
             )
+
+
+def _rows(batch: Any) -> int:
+    return jnp.shape(jax.tree.leaves(batch)[0])[0]
 
 
 def _scalar(value: Any) -> Array:

@@ -5,6 +5,7 @@ It gathers contributions, lays them on wires, and when their sums come back it d
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from fddp.accumulate import accumulate
 from fddp.flat import Wires
 from fddp.keys import folded
 from fddp.member import Member, lifted, lowered
-from fddp.objective import Joined, Objective, Pending, Sums, contribute, mean, plus, reached
+from fddp.objective import Joined, Objective, Pending, Sums, contribute, in_unit, mean, plus, reached
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
 from fddp.program import differentiable
@@ -38,6 +39,8 @@ class Recipe:
     """How to bucket, accumulate and send."""
     use: Callable[[TrainState, Mean], Any]
     """(state, mean) → the result of a step."""
+    unit: int | None = None
+    """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
 
     def local(
         self, plan: BucketPlan, where: Any, state: TrainState, pending: Pending | None, rows: Any
@@ -122,7 +125,8 @@ class Recipe:
 
     def _given(self, state: TrainState, part: Any) -> tuple[Any, ...]:
         start = _start(state)
-        return self.objective, self.chosen(state.params), state.params, start, self._key(state, start), part
+        objective = partial(self.objective, unit=self.unit)
+        return objective, self.chosen(state.params), state.params, start, self._key(state, start), part
 
     def chosen(self, params: Any) -> tuple[int, ...]:
         """Which leaves are trained: those that can have a gradient and are not to be ignored."""
@@ -140,7 +144,7 @@ class Recipe:
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
         was = _start(state) if pending is None else lowered(pending)
-        objective = scaled(self.objective, state.opt_state)
+        objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
 
         def add(pending: Pending, part: Any) -> Pending:
             chosen, key = self.chosen(state.params), self._key(state, pending)
@@ -148,7 +152,7 @@ class Recipe:
             return contribute(*given, find_unused=self.options.find_unused_parameters)
 
         now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
-        return now.sums, now._replace(sums=plus(was.sums, now.sums))
+        return now.sums, now._replace(sums=plus(in_unit(was, now.unit), now.sums))
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
         return folded(state.rng, state.step, pending.micro_batches, self.member.communicator.number())
@@ -185,7 +189,7 @@ class Recipe:
 
 def _start(state: TrainState) -> Pending:
     """Nothing is pending yet."""
-    return Pending(None, state.model_state, jnp.zeros((), jnp.int32))
+    return Pending(None, state.model_state, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
 
 
 def _tree(plan: BucketPlan, chosen: Sequence[int], grads: Sequence[Array]) -> Any:

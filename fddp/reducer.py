@@ -55,16 +55,14 @@ class Reducer:
         self.where: Any = None
         """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._runner: Runner | None = None
+        self._hold: Callable[..., Any] = refuse_tracers
+        """What adds a batch to what is pending; with the runner, the first batch settles it."""
         self._compared = False
         """Whether the ranks' compiled programs are known to send the same."""
         self._left_out: tuple[int, ...] = ()
         """Trained leaves that no bucket holds, and"""
         self._forms = set[Any]()
         """the forms of batches whose loss is known to have no path to them."""
-        own = group.member.own
-        self._hold = group.member.program(
-            self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=(1,) if options.donate else ()
-        )
 
     def reduce(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
         """Gradients of all replicas' rows, averaged, then `use`; and the state of the hook."""
@@ -163,12 +161,16 @@ class Reducer:
         self.plan = plan = replace(plan, early=plan.early or schedule == "staged")
         self._left_out = tuple(i for i in self.recipe.chosen(state.params) if i not in order)
         self._forms = {_form(batch)}
+        self.recipe = replace(self.recipe, unit=np.shape(jax.tree.leaves(batch)[0])[0] // self._parts)
         pieces = Pieces(
             partial(self.recipe.local, plan, where.params),
             self.recipe.reductions(plan, state.params),
             partial(self.recipe.finish, plan, where.params),
         )
-        self._runner = SCHEDULES[schedule](self.group.member, pieces, self.options.donate)
+        member, own = self.group.member, self.group.member.own
+        donated = (1,) if self.options.donate else ()
+        self._hold = member.program(self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=donated)
+        self._runner = SCHEDULES[schedule](member, pieces, self.options.donate)
 
     def _check(self, state: TrainState, batch: Any) -> None:
         leaves = jax.tree.leaves(batch)

@@ -80,7 +80,8 @@ class TrainStep:
         Args:
           state: from `init` or the last step; its memory is reused unless `donate=False`.
           batch: this process's rows: a tree of arrays with equal first dims, divisible by its replicas ×
-            `accumulation_steps`.
+            `accumulation_steps`. The first batch has equally many on all ranks; later ones need not: every row weighs
+            the same, unless the loss tells its weight (`fddp.Weighted`).
 
         Returns:
           The next state; loss and metrics averaged over all rows.

@@ -60,7 +60,7 @@ def join(
 
 
 def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bool) -> Iterator[Joined]:
-    last = None
+    last, most = None, 0
     for number in count():
         mine = next(batches, EXHAUSTED)
         active = group.all_gather(np.array(mine is not EXHAUSTED))
@@ -73,13 +73,20 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
             raise RuntimeError(f"join: rank {done} has run out of batches, and throw_on_early_termination is set.")
         last = last if mine is EXHAUSTED else mine
         leads = group.rank == np.argmax(active)
-        yield _joined(last, mine is not EXHAUSTED, divide_by_all, leads)
+        rows = _rows(last)
+        most = max(most, rows)
+        # A rank without data counts with as many rows as it ever had, however few its last batch has.
+        counted = 1.0 if mine is not EXHAUSTED else most / rows if divide_by_all and rows else 0.0
+        yield _joined(last, rows, mine is not EXHAUSTED, counted, leads)
 
 
-def _joined(batch: Any, active: bool, divide_by_all: bool, leads: bool) -> Joined:
-    leaves = jax.tree.leaves(batch)
-    rows = np.shape(leaves[0])[:1] if leaves else ()
-    share = np.full(rows, active, np.float32)
+def _joined(batch: Any, rows: int, active: bool, counted: float, leads: bool) -> Joined:
     leading = np.zeros(rows, bool)
-    leading.flat[:1] = leads  # of a process's replicas the one with the first row
-    return Joined(batch, share, np.ones(rows, np.float32) if divide_by_all else share, leading)
+    leading[:1] = leads  # of a process's replicas the one with the first row
+    return Joined(batch, np.full(rows, active, np.float32), np.full(rows, counted, np.float32), leading)
+
+
+def _rows(batch: Any) -> int:
+    """0 for what is no batch: the step says what is wrong with it."""
+    leaves = jax.tree.leaves(batch)
+    return np.shape(leaves[0])[0] if leaves and np.shape(leaves[0]) else 0

@@ -108,6 +108,20 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 
 
 @SCHEDULES
+def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(group, x64, schedule):
+    """Also where what is pending goes on with a step of its own first batch, as after a restart."""
+    data, counts = np.concatenate(list(batches(3))), (8, 24, 16)
+    parts = np.split(data, np.cumsum(counts)[:-1])
+    made = lambda: fddp.train_step(net, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)  # noqa: E731
+    step, other = made(), made()
+    state, _ = step.no_sync(step.init(PARAMS), parts[0])
+    state, _ = step.no_sync(state, parts[1])
+    state, _ = other(state, parts[2])
+    grads = jax.grad(net)(PARAMS, data)
+    close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
+
+
+@SCHEDULES
 def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
     four, sent = recorded(group(REPLICAS))
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}

@@ -160,3 +160,16 @@ def a_rank_without_data_uses_no_parameter(group: fddp.Group):
         state, info = step(state, batch)
         counts.append(int(info.used))
     assert counts == list(range(group.size, 0, -1))
+
+
+@claim()
+def a_rank_that_ends_with_a_small_batch_counts_with_all_its_rows_afterwards(group: fddp.Group):
+    counts = (4, 4, 4) if group.rank == 0 else (4, 1)
+    batches = [np.full(count, 1.0 + number, np.float32) for number, count in enumerate(counts)]
+    step = fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(1.0), group=group)
+    state, seen = step.init(jnp.zeros(())), [0.0]
+    for batch in fddp.join(batches, group):
+        state, _ = step(state, batch)
+        seen.append(float(state.params))
+    # All rows of the first and the second step; of the third rank 0's four, divided by four rows of each rank.
+    np.testing.assert_allclose(-np.diff(seen), [1, 2, 3 / group.size], rtol=1e-6)

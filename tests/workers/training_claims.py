@@ -272,3 +272,30 @@ def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
         assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
         np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
         assert same_on_all_ranks(group, (state.params, info.loss)), schedule
+
+
+### Rows
+
+
+@claim()
+def later_batches_may_have_unequally_many_rows(group: fddp.Group):
+    counts = [4 + 2 * rank for rank in range(group.size)]
+    data = np.random.default_rng(5).normal(size=(sum(counts), 3)).astype(np.float32)
+    mine = np.split(data, np.cumsum(counts)[:-1])[group.rank]
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ w) - 1) ** 2), {"mean": jnp.mean(x)}
+
+    for schedule in ("fused", "staged", "after"):
+        options: dict[str, Any] = {"group": group, "schedule": schedule, "has_aux": True, "accumulation_steps": 2}
+        step = fddp.train_step(loss, optax.sgd(RATE), **options)
+        state = step.init(np.zeros(3, np.float32))
+        state, _ = step(state, np.zeros((4, 3), np.float32))
+        old = np.asarray(state.params)
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(old, data)
+        held, _ = step.no_sync(jax.tree.map(jnp.copy, state), mine[:2])
+        for before, rest in ((state, mine), (held, mine[2:])):
+            after, info = step(before, rest)
+            np.testing.assert_allclose(np.asarray(after.params), old - RATE * grads, rtol=1e-5, err_msg=schedule)
+            np.testing.assert_allclose(np.asarray(info.aux["mean"]), aux["mean"], rtol=1e-5, err_msg=schedule)
+            assert same_on_all_ranks(group, after.params), schedule
