@@ -23,7 +23,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
-from fddp.replicas import described, verify, verify_collectives
+from fddp.replicas import described, refuse_deleted, verify, verify_collectives
 from fddp.schedule import Pieces, Runner, Schedule, after, fused
 from fddp.shards import other_axes, specs
 from fddp.staged import staged
@@ -119,6 +119,7 @@ class Reducer:
     def _rows(self, state: TrainState, batch: Any, call: str) -> Any:
         """A batch that fits; the first one settles the plan."""
         refuse_tracers((state.params, batch))
+        refuse_deleted(state)
         if self._runner is None:
             self._settle(state, batch, call)
         else:

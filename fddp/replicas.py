@@ -109,6 +109,15 @@ def check_arrays(params: Any) -> None:
             raise TypeError(f"params{jax.tree_util.keystr(path)} must be an array, got {type(x).__name__} {x!r}.")
 
 
+def refuse_deleted(state: Any) -> None:
+    """Says that a state's memory was used for something else; where a process has several devices JAX would crash."""
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        raise ValueError(
+            "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
+            "state that the step returned, or make the step with donate=False to use a state several times."
+        )
+
+
 def _form(x: Any) -> str:
     if isinstance(x, PartitionSpec):
         return str(x)

@@ -24,7 +24,7 @@ from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
 from fddp.reducer import Reducer
-from fddp.replicas import check_arrays, described, equal_start, verify
+from fddp.replicas import check_arrays, described, equal_start, refuse_deleted, verify
 from fddp.shards import laid_out, optimizer_laid_out, specs
 from fddp.state import Mean, StepInfo, TrainState
 from fddp.timeline import Timeline
@@ -156,6 +156,7 @@ class TrainStep:
         verify(self._reducer.group, "batches to measure", lambda: [f"{len(batches)} batches"])
         if not batches:
             raise ValueError("there is nothing to measure: batches is empty.")
+        refuse_deleted(state)
         carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
 
         def run(batch: Any) -> Any:

@@ -170,6 +170,18 @@ def test_without_donation_a_state_can_be_used_again(make):
     same_bits(step.no_sync(once, X), (twice, step.no_sync(once, X)[1]))
 
 
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
+    step = fddp.train_step(square, optax.adam(0.1), group=group(n), schedule=schedule)
+    state = step.init(np.ones(16, np.float32))
+    later, _ = step(state, X[:, None])
+    for call in (step, step.no_sync, lambda state, x: step.measure(state, [x])):
+        with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
+            call(state, X[:, None])
+    step(later, X[:, None])
+
+
 def test_value_and_grad_leaves_its_arguments_alone(group):
     w, x = jnp.float32(1), jnp.asarray(X)
     f = fddp.value_and_grad(square, group=group(4))

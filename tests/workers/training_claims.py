@@ -299,3 +299,13 @@ def later_batches_may_have_unequally_many_rows(group: fddp.Group):
             np.testing.assert_allclose(np.asarray(after.params), old - RATE * grads, rtol=1e-5, err_msg=schedule)
             np.testing.assert_allclose(np.asarray(info.aux["mean"]), aux["mean"], rtol=1e-5, err_msg=schedule)
             assert same_on_all_ranks(group, after.params), schedule
+
+
+@claim()
+def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
+    for schedule in ("fused", "staged", "after"):
+        step = towards_the_mean(group, schedule=schedule)
+        state = step.init(jnp.zeros(()))
+        later, _ = step(state, rows(group.rank))
+        assert "donate=False" in error_of(lambda step=step, state=state: step(state, rows(1.0)))
+        step(later, rows(1.0))
