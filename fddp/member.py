@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -130,7 +131,9 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         return jax.jit(spread, in_shardings=places, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: Any, where: PartitionSpec) -> Any:
-        return jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, spec(x) if where == EVERYWHERE else where)), tree)
+        if single or where != EVERYWHERE:
+            return jax.tree.map(partial(_placed, sharding=NamedSharding(mesh, where)), tree)
+        return jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, spec(x))), tree)
 
     def feed(rows: Any) -> Any:
         # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
@@ -187,6 +190,7 @@ def mpi_member(comm: Any) -> Member:
 
     wire, hosts, between = comm.Clone(), comm.Clone(), comm.Clone()
     device, like = jax.local_devices()[0], landing()
+    here = jax.sharding.SingleDeviceSharding(device)
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         del in_specs, out_specs  # one device a process: equal everywhere and its own are the same array
@@ -211,7 +215,7 @@ def mpi_member(comm: Any) -> Member:
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         del spec
-        return jax.tree.map(lambda x: _placed(x, jax.sharding.SingleDeviceSharding(device)), tree)
+        return jax.tree.map(partial(_placed, sharding=here), tree)
 
     def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
         rows = np.empty((hosts.size, data.size), np.uint8)
@@ -284,6 +288,8 @@ def _committed(tree: Any) -> bool:
 def _placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
+    if not hasattr(x, "dtype"):  # a number of Python's
+        x = np.asarray(x, jnp.result_type(x))
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

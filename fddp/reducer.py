@@ -103,8 +103,11 @@ class Reducer:
 
     def _arguments(self, state: TrainState) -> tuple[TrainState, Any, Any]:
         """What is equal on all replicas, what is pending, and what is remembered for each wire."""
+        place, own = self.group.member.place, self.group.member.own
         memory = () if self.plan is None else self.recipe.by_wire(self.plan, state.hook_state)
-        return state._replace(accumulated=None, hook_state=()), state.accumulated, memory
+        # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
+        equal = place(state._replace(accumulated=None, hook_state=()), EVERYWHERE)
+        return equal, *place((state.accumulated, memory), own)
 
     def expect(self, params: Any) -> None:
         """Prepares for parameters of this form; what was settled for another form is forgotten."""

@@ -182,6 +182,30 @@ def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
     step(later, X[:, None])
 
 
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+def test_numbers_and_arrays_that_a_user_puts_into_a_state_are_taken(make, schedule):
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    step = make(optimizer=optimizer, schedule=schedule, donate=False)
+    state, _ = step(step.init(np.ones(16, np.float32)), X[:, None])
+    state.opt_state.hyperparams["learning_rate"] = jnp.asarray(0.5)
+    expected = step(state, X[:, None])
+    device = jax.devices()[2]  # not the first replica's
+    same = {
+        "a number": state._replace(
+            opt_state=state.opt_state._replace(hyperparams=state.opt_state.hyperparams | {"learning_rate": 0.5})
+        ),
+        "NumPy": jax.tree.map(np.asarray, state),
+        "one device": jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), state),
+        "one array": state._replace(params=np.asarray(state.params)),
+    }
+    assert same["a number"].opt_state.hyperparams["learning_rate"] == 0.5
+    for how, given in same.items():
+        assert jax.tree.structure(given) == jax.tree.structure(state), how
+        same_bits(step(given, X[:, None]), expected)
+        accumulated, _ = step.no_sync(given, X[:, None])
+        assert accumulated.accumulated is not None, how
+
+
 def test_value_and_grad_leaves_its_arguments_alone(group):
     w, x = jnp.float32(1), jnp.asarray(X)
     f = fddp.value_and_grad(square, group=group(4))
