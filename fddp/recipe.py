@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.accumulate import accumulate
-from fddp.flat import Wires
+from fddp.flat import Wires, from_words, to_words
 from fddp.keys import folded
 from fddp.member import Member, lifted, lowered
 from fddp.objective import Joined, Objective, Pending, Sums, contribute, in_unit, mean, plus, reached
@@ -167,7 +167,8 @@ class Recipe:
         active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
-            return jnp.where(active if self._averaged(x) else mine, x, jnp.zeros_like(x))
+            sent, counts = (x, active) if self._averaged(x) else (to_words(x), mine)
+            return jnp.where(counts, sent, jnp.zeros_like(sent))
 
         # With `join` it is known only then how many took part: perhaps nobody of this group.
         took_part = active if self.options.broadcast_buffers == "mean" else mine
@@ -179,9 +180,12 @@ class Recipe:
             return None
         totals, count = buffers
         of = self.member.communicator.size if count is None else jnp.maximum(count, 1)
-        means = jax.tree.map(lambda x: (x / of).astype(x.dtype) if self._averaged(x) else x, totals)
-        keep = lambda new, old: new if count is None else jnp.where(count > 0, new, old)  # noqa: E731
-        return jax.tree.map(keep, means, state.model_state)
+
+        def land(old: Array, total: Array) -> Array:
+            new = (total / of).astype(old.dtype) if self._averaged(old) else from_words(total, old)
+            return new if count is None else jnp.where(count > 0, new, old)
+
+        return jax.tree.map(land, state.model_state, totals)
 
     def _averaged(self, x: Array) -> bool:
         return self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from fddp.flat import sub_byte
 from fddp.member import Member
 from fddp.stages import Stage, cut
 
@@ -83,14 +84,16 @@ def relay(
         out_specs = [member.own] * len(stage.writes) + [out_spec] * results
         free = [at for at, number in enumerate(stage.reads) if number in stage.frees and number in donate]
         read = [forms[number] for number in stage.reads]
-        traced = member.program(body, in_specs, out_specs, donate=free).trace(*read)
+        jitted = member.program(body, in_specs, out_specs, donate=free)
+        traced = jitted.trace(*read)
         forms.update(zip(stage.writes, traced.out_info))
         lowered = traced.lower()
         # Equal layers make equal stages: what XLA would get twice is compiled once.
         shapes = tuple((x.shape, x.dtype) for x in read)
         same = (lowered.as_text(), shapes, *map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
         if same not in compiled:
-            compiled[same] = lowered.compile()
+            # What is compiled ahead of time takes no arrays of less than 8 bits: JAX gives them another layout.
+            compiled[same] = jitted if any(sub_byte(x.dtype) for x in read) else lowered.compile()
         return compiled[same]
 
     programs = tuple(program(stage, size) if size else _nothing for stage, size in zip(stages, sizes))

@@ -45,6 +45,42 @@ def test_after_two_steps_the_buffers_are_replica_0s_or_the_mean_or_each_replicas
     assert on_each(state["count"]) == [2.0] * 4
 
 
+ODD = {
+    "zeros": np.array([-0.0, 0.0], np.float32),
+    "small": np.array([1e-45, -1e-40], np.float32),  # below the normal numbers
+    "nan": np.array([0x7FC12345, 0xFF800001], np.uint32).view(np.float32),  # with a payload
+    "half": np.array([-0.0, 6e-8, 1 / 3], np.float16),
+    "bfloat16": np.array([-0.0, 1e-40, 1 / 3], jnp.bfloat16),
+    "float8": np.array([-0.0, 448, 2**-9], jnp.float8_e4m3fn),
+    "float4": np.array([-0.0, 6, 0.5], jnp.float4_e2m1fn),
+    "int4": np.array([-8, 7, 0], jnp.int4),
+    "uint4": np.array([15, 0, 1], jnp.uint4),
+    "complex": np.array([complex(-0.0, 1e-45), 1j], np.complex64),
+    "flags": np.array([True, False]),
+    "empty": np.zeros((0, 2), np.float32),
+}
+
+
+@SCHEDULES
+def test_buffers_of_any_dtype_are_replica_0s_bit_for_bit(group, schedule):
+    """Replica 0's rows are ones, the others' twos: only ones may be seen."""
+
+    def loss(w: Any, x: Any, *, model_state: Any) -> Any:
+        mine = jnp.all(x == 1)
+        kept = {name: jnp.where(mine, jnp.asarray(old), jnp.ones_like(old)) for name, old in model_state["odd"].items()}
+        key = jnp.where(mine, jax.random.key(7), jax.random.key(8))
+        return jnp.mean((x - w) ** 2), ({"odd": kept, "key": key}, None)
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)
+    state = step.init(np.float32(0), model_state={"odd": ODD, "key": jax.random.key(0)})
+    state, _ = step(state, np.array([1, 2, 2, 2], np.float32))
+    for name, value in ODD.items():
+        for shard in state.model_state["odd"][name].addressable_shards:
+            assert shard.data.dtype == value.dtype, name
+            assert np.asarray(shard.data).tobytes() == value.tobytes(), name
+    assert state.model_state["key"] == jax.random.key(7)
+
+
 @SCHEDULES
 def test_buffers_that_are_averaged_cost_no_message_of_their_own(group, schedule):
     step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
