@@ -13,7 +13,7 @@ from fddp.options import check_callable, read_options
 from fddp.program import refuse_tracers
 from fddp.reducer import Reducer
 from fddp.state import Mean, TrainState
-from fddp.world import init
+from fddp.world import group_of
 
 
 def value_and_grad(
@@ -61,7 +61,7 @@ def value_and_grad(
             return (mean.loss, (mean.model_state, mean.aux)), grads
         return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
 
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group or init(), settings, use)
+    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group_of("value_and_grad", group), settings, use)
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         refuse_tracers((params, batch))

@@ -249,17 +249,23 @@ def _scalar(value: Any) -> Array:
 
 
 def _weight(weight: Any, dtype: Any) -> Array:
-    if jnp.shape(weight) != () or not jnp.issubdtype(jnp.result_type(weight), jnp.number):
+    if not _is_array(weight) or jnp.shape(weight) != () or not jnp.issubdtype(jnp.result_type(weight), jnp.number):
         raise TypeError(f"the weight of a loss must be one number, its tokens or rows, got {_shown(weight)}.")
     return jnp.asarray(weight, dtype)
 
 
 def _floats(aux: Any) -> Any:
     for path, x in jax.tree_util.tree_leaves_with_path(aux):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        if not _is_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             name = jax.tree_util.keystr(path)
-            raise TypeError(f"aux{name} must be a float to be averaged over replicas, got {_shown(x)}; cast it.")
+            raise TypeError(
+                f"aux{name} must be a float to be averaged over replicas, got {_shown(x)}; cast it, or leave it out."
+            )
     return jax.tree.map(_exact, aux)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, int | float | complex)
 
 
 def _exact(x: Any) -> Array:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from fddp.checks import check_params, refuse_deleted
 from fddp.group import Group
 from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Sums
@@ -23,7 +24,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
-from fddp.replicas import described, refuse_deleted, verify, verify_collectives
+from fddp.replicas import described, verify, verify_collectives
 from fddp.schedule import Pieces, Runner, Schedule, after, fused
 from fddp.shards import other_axes, specs
 from fddp.staged import staged
@@ -123,9 +124,10 @@ class Reducer:
         """A batch that fits; the first one settles the plan."""
         refuse_tracers((state.params, batch))
         refuse_deleted(state)
-        if self._runner is None:
+        if self.plan is None or self._runner is None:
             self._settle(state, batch, call)
         else:
+            check_params(self.plan, state.params)
             self._check(state, batch)
             self._check_paths(state, batch)
         return batch

@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -105,17 +106,11 @@ def check_arrays(params: Any) -> None:
     if not leaves:
         raise ValueError(f"params holds no arrays: got {params!r}.")
     for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params{jax.tree_util.keystr(path)}"
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
-            raise TypeError(f"params{jax.tree_util.keystr(path)} must be an array, got {type(x).__name__} {x!r}.")
-
-
-def refuse_deleted(state: Any) -> None:
-    """Says that a state's memory was used for something else; where a process has several devices JAX would crash."""
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
-        raise ValueError(
-            "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
-            "state that the step returned, or make the step with donate=False to use a state several times."
-        )
+            raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"{name} is a random key, which nothing can train: give it as step.init(params, rng=key).")
 
 
 def _form(x: Any) -> str:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fddp.checks import refuse_deleted
 from fddp.group import Group
 from fddp.logbook import Stats, stats
 from fddp.measurement import Measurement, measure
@@ -24,11 +25,11 @@ from fddp.options import check_callable, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
 from fddp.reducer import Reducer
-from fddp.replicas import check_arrays, described, equal_start, refuse_deleted, verify
+from fddp.replicas import check_arrays, described, equal_start, verify
 from fddp.shards import laid_out, optimizer_laid_out, specs
 from fddp.state import Mean, StepInfo, TrainState
 from fddp.timeline import Timeline
-from fddp.world import init
+from fddp.world import group_of
 
 LATELY = 100  # steps whose times are kept for `stats`
 
@@ -272,7 +273,6 @@ def train_step(
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise TypeError(f"fddp.train_step: optimizer must be one of optax's, got {type(optimizer).__name__}.")
     settings = read_options("train_step", options)
-
     objective = make_objective(loss_fn, has_aux=has_aux)
 
     def make(group: Group) -> TrainStep:
@@ -286,7 +286,7 @@ def train_step(
         reducer = Reducer(objective, group, settings, use)
         return TrainStep(reducer, optimizer, make)
 
-    return make(group or init())
+    return make(group_of("train_step", group))
 
 
 def _with(params: Any, trained: Any) -> Any:

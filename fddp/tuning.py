@@ -24,7 +24,7 @@ from fddp.regrouping import Typical, different, joined, total_seconds, typical, 
 from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.step import TrainStep, train_step
 from fddp.timeline import Pace, observed_pace, simulate
-from fddp.world import init
+from fddp.world import group_of
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB
@@ -159,7 +159,7 @@ def tune(
       >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
       [(0.0, 2), (0.25, 1)]
     """
-    group, schedule = group or init(), options.get("schedule", "staged")
+    group, schedule = group_of("tune", group), options.get("schedule", "staged")
     if group.size != group.processes or schedule not in ("staged", "auto"):
         raise ValueError(
             "tune simulates the staged schedule, for groups of one replica per process: got "
@@ -231,7 +231,7 @@ def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tunin
     """
     if preset not in module.PRESETS:
         raise ValueError(f"{module.__name__} has presets {', '.join(module.PRESETS)}, got {preset!r}.")
-    model, group = module.PRESETS[preset], options.pop("group", None) or init()
+    model, group = module.PRESETS[preset], group_of("tune_model", options.pop("group", None))
     batch = module.batch(model, rows, group.rank)
     params, model_state = module.init(model, jax.random.key(0), batch)
     loss, sgd = module.loss_fn(model), optax.sgd(1e-3)

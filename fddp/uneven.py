@@ -14,7 +14,7 @@ import numpy as np
 
 from fddp.group import Group
 from fddp.objective import Joined
-from fddp.world import init
+from fddp.world import group_of
 
 EXHAUSTED: Any = object()
 
@@ -56,7 +56,7 @@ def join(
     """
     if not isinstance(batches, Iterable):
         raise TypeError(f"join: batches must be an iterable of this process's batches, got {type(batches).__name__}.")
-    return _rounds(iter(batches), group or init(), divide_by_initial_world_size, throw_on_early_termination)
+    return _rounds(iter(batches), group_of("join", group), divide_by_initial_world_size, throw_on_early_termination)
 
 
 def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bool) -> Iterator[Joined]:

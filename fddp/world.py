@@ -73,6 +73,26 @@ def init(
     return _started[0][1]
 
 
+def group_of(call: str, group: Group | None) -> Group:
+    """The group that a call was given, or that of `init` for None.
+
+    Args:
+      call: name of the function that was called.
+      group: what it was given.
+
+    Returns:
+      The group.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(
+            f"fddp.{call}: group must be a fddp.Group, from fddp.init() or fddp.mesh_group say, got {group!r}."
+        )
+    return init() if group is None else group
+
+
 # The process's world, as MPI_Init and jax.distributed know it: started once, never changed.
 _started: list[tuple[tuple, Group]] = []
 

@@ -90,6 +90,36 @@ def test_params_that_are_no_arrays_are_refused(make):
     refused(TypeError, "str", lambda: make().init({"a": "weights"}))
 
 
+def test_a_random_key_among_the_params_is_refused_by_its_name(make):
+    params = {"w": np.ones(2), "key": jax.random.key(0)}
+    refused(TypeError, r"params\['key'\] is a random key.*rng=", lambda: make().init(params))
+
+
+def test_params_of_another_model_are_refused_by_their_leaves(make, group):
+    total = lambda p, x: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) + jnp.mean(x)  # noqa: E731
+    step = make(total)
+    state, other = step.init({"w": np.ones(3)}), step.init({"y": np.ones(3), "z": np.ones(2)})
+    says = r"they have y float32\[3\]; z float32\[2\], and lack w float32\[3\]"
+    state, _ = step(state, X)
+    refused(ValueError, says, lambda: step(other, X))
+    refused(ValueError, says, lambda: step.no_sync(other, X))
+    f = fddp.value_and_grad(total, group=group(4))
+    f({"w": np.ones(3)}, X)
+    refused(ValueError, r"they have 0 float32\[3\], and lack w", lambda: f([np.ones(3)], X))
+
+
+def test_what_is_no_group_is_refused(group):
+    two: Any = 2
+    all_of_them: Any = "all"
+    for call in (fddp.train_step, partial(fddp.tune, params=W, batch=X)):
+        says = r"group must be a fddp.Group, .* got 2"
+        refused(TypeError, says, lambda call=call: call(square, optax.sgd(0.1), group=two))
+    refused(
+        TypeError, r"group must be a fddp.Group, .* got 'all'", lambda: fddp.value_and_grad(square, group=all_of_them)
+    )
+    refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
+
+
 ### Losses
 
 
@@ -105,6 +135,9 @@ def test_params_that_are_no_arrays_are_refused(make):
         (lambda w, x: (w, 1.0, 2.0), True, TypeError, r"must return \(loss, aux\), got \(float32\[\], float, float\)"),
         (lambda w, x: (w, {"hits": jnp.int32(3)}), True, TypeError, r"aux\['hits'\] must be a float .* got int32\[\]"),
         (lambda w, x: (w, {"hit": jnp.bool_(1)}), True, TypeError, r"aux\['hit'\] must be a float .* got bool\[\]"),
+        (lambda w, x: (w, {"name": "mlp"}), True, TypeError, r"aux\['name'\] must be a float .* got str"),
+        (lambda w, x: fddp.Weighted(w, None), False, TypeError, "weight of a loss must be one number, .* got NoneType"),
+        (lambda w, x: fddp.Weighted(w, "8"), False, TypeError, "weight of a loss must be one number, .* got str"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_aux, kind, says):

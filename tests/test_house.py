@@ -61,6 +61,7 @@ FLOORS = {
     "regrouping": 3,
     "compiled.targets": 3,
     "uneven": 4,
+    "checks": 4,
     "modules": 4,
     "scale": 4,
     "rotation": 4,
