@@ -1,5 +1,6 @@
 """A cut program, compiled: each stage is an XLA program of its own that hands values on to later ones."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,20 +60,31 @@ def relay(
       given: the form of each of its inputs, as all replicas together have it.
       specs: of each of its inputs.
       out_spec: of its outputs.
-      donate: numbers of the inputs whose memory may be used for something else, once nothing reads them any more.
+      donate: numbers of the inputs whose memory may be used for an output, once nothing reads them any more.
 
     Returns:
       The stages, ready to run.
     """
     jaxpr = closed.jaxpr
     outputs = [jaxpr.outvars[number] for group in groups for number in group]
-    sizes = [len(group) for group in groups]
-    stages = cut(ClosedJaxpr(jaxpr.replace(outvars=outputs), closed.consts), sizes)
+    stages = cut(ClosedJaxpr(jaxpr.replace(outvars=outputs), closed.consts), [len(group) for group in groups])
     forms, inputs = dict(enumerate(given)), len(given)
 
     compiled: dict[Any, Callable[..., Sequence[jax.Array]]] = {}
 
-    def program(stage: Stage, results: int) -> Callable[..., Sequence[jax.Array]]:
+    def usable(stage: Stage, group: Sequence[int]) -> list[int]:
+        """Places of the inputs whose memory an output of the stage can have: none is donated that has no such place."""
+        free = Counter((x.shape, x.dtype) for x in (closed.out_avals[number] for number in group))
+        places = list[int]()
+        for at, number in enumerate(stage.reads):
+            if number in stage.frees and number in donate and specs[number] == out_spec:
+                form = (closed.in_avals[number].shape, closed.in_avals[number].dtype)
+                if free[form]:
+                    free[form] -= 1
+                    places.append(at)
+        return places
+
+    def program(stage: Stage, group: Sequence[int]) -> Callable[..., Sequence[jax.Array]]:
         def body(*values: jax.Array) -> list[jax.Array]:
             # What stages hand on is each replica's own and crosses with a first dim.
             read = [value if number < inputs else value[0] for number, value in zip(stage.reads, values)]
@@ -81,10 +93,9 @@ def relay(
             return [value[None] for value in made[:handed]] + made[handed:]
 
         in_specs = tuple(specs[number] if number < inputs else member.own for number in stage.reads)
-        out_specs = [member.own] * len(stage.writes) + [out_spec] * results
-        free = [at for at, number in enumerate(stage.reads) if number in stage.frees and number in donate]
+        out_specs = [member.own] * len(stage.writes) + [out_spec] * len(group)
         read = [forms[number] for number in stage.reads]
-        jitted = member.program(body, in_specs, out_specs, donate=free)
+        jitted = member.program(body, in_specs, out_specs, donate=usable(stage, group))
         traced = jitted.trace(*read)
         forms.update(zip(stage.writes, traced.out_info))
         lowered = traced.lower()
@@ -96,7 +107,7 @@ def relay(
             compiled[same] = jitted if any(sub_byte(x.dtype) for x in read) else lowered.compile()
         return compiled[same]
 
-    programs = tuple(program(stage, size) if size else _nothing for stage, size in zip(stages, sizes))
+    programs = tuple(program(stage, group) if group else _nothing for stage, group in zip(stages, groups))
     return Relay(stages, programs, tuple(map(tuple, groups)))
 
 

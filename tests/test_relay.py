@@ -63,6 +63,15 @@ def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
     np.testing.assert_allclose(outputs[1], np.sin(np.ones(3)), rtol=1e-6)
 
 
+def test_an_input_is_donated_only_where_an_output_can_have_its_memory(group):
+    """A warning of JAX's ends a test: nothing here may be donated in vain."""
+    f = lambda n, x: [n + 1, x * n]  # noqa: E731
+    _, _, (n, x) = made(group, f, [np.zeros(()), np.ones(3)], [[0], [1]], donate=[0, 1])
+    assert x.is_deleted() and not n.is_deleted()
+    _, _, (a, b) = made(group, lambda a, b: [a + b], [np.ones(3), np.ones(3)], [[0]], donate=[0, 1])
+    assert [a.is_deleted(), b.is_deleted()] == [True, False]
+
+
 def test_a_stage_for_which_there_is_nothing_to_do_does_nothing(group):
     outputs, _, _ = made(group, lambda a: [a + 1], [np.ones(3)], [[], [0], []])
     assert outputs[0].tolist() == [2, 2, 2]
