@@ -9,6 +9,22 @@ from fddp.hook import Hook
 SCHEDULES = ("auto", "fused", "staged", "after")
 ORDERS = ("ready", "reverse")
 
+# What `DistributedDataParallel` takes besides, and what to do instead.
+OF_DDP = {
+    "static_graph": "leave it out, the program is known before it runs",
+    "gradient_as_bucket_view": "leave it out, buckets are XLA's own memory",
+    "device_ids": "leave it out, the devices are the group's",
+    "output_device": "leave it out, the devices are the group's",
+    "dim": "leave it out, the rows of a batch lie along its first dim",
+    "process_group": "give group=, from fddp.init() or group.subgroup(ranks)",
+    "device_mesh": "give group=fddp.mesh_group(mesh, axis)",
+    "mixed_precision": "give the loss as fddp.mixed_precision(loss_fn, jnp.bfloat16)",
+    "init_sync": "leave it out, step.init compares the ranks and gives all of them rank 0's values",
+    "check_reduction": "leave it out, PyTorch ignores it too",
+    "delay_all_reduce_named_params": "not in fddp",
+    "param_to_hook_all_reduce": "not in fddp",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -92,12 +108,30 @@ def read_options(call: str, given: dict[str, Any]) -> Options:
     names = [option.name for option in fields(Options)]
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise TypeError(f"fddp.{call} has no option {', '.join(map(repr, unknown))}; it has {', '.join(names)}.")
+        answers = [f"{name}: {OF_DDP[name]}" for name in unknown if name in OF_DDP]
+        answers += [f"it has {', '.join(names)}"] if len(answers) < len(unknown) else []
+        raise TypeError(f"fddp.{call} has no option {', '.join(map(repr, unknown))}; {'; '.join(answers)}.")
     return Options(**given)
 
 
 def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
-    """Passes a function on, or says that it is none."""
+    """Passes a function on, or says that it is none; DDP takes a module, and a module can be called."""
+    kind = value if isinstance(value, type) else type(value)
+    modules = [f"{parent.__module__}.{parent.__name__}" for parent in kind.__mro__]
+    for module, adapter in (("flax.linen.module.Module", "from_linen"), ("flax.nnx.module.Module", "from_nnx")):
+        if module in modules:
+            raise TypeError(
+                f"fddp.{call}: {name} must be a loss, a function of parameters and batch, got the module "
+                f"{kind.__name__}; fddp.{adapter}(module, loss) makes one of it."
+            )
     if not callable(value):
         raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")
     return value
+
+
+def check_optimizer(call: str, value: Any) -> None:
+    """Says of something that it is no optimizer of optax's."""
+    if not hasattr(value, "init") or not hasattr(value, "update"):
+        # Flax's optimizers and train states hold one.
+        inside = "; pass its .tx" if hasattr(value, "tx") else ""
+        raise TypeError(f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}.")

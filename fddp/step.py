@@ -21,7 +21,7 @@ from fddp.measurement import Measurement, measure
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
 from fddp.optimizer import update
-from fddp.options import check_callable, read_options
+from fddp.options import check_callable, check_optimizer, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
 from fddp.reducer import Reducer
@@ -270,8 +270,7 @@ def train_step(
       (4.0, 1.0)
     """
     check_callable("train_step", "loss_fn", loss_fn)
-    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-        raise TypeError(f"fddp.train_step: optimizer must be one of optax's, got {type(optimizer).__name__}.")
+    check_optimizer("train_step", optimizer)
     settings = read_options("train_step", options)
     objective = make_objective(loss_fn, has_aux=has_aux)
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 import fddp
 
@@ -202,6 +204,9 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
         ({"bucket_cap": 5}, TypeError, "has no option 'bucket_cap'; it has bucket_cap_mb, "),
+        ({"static_graph": True}, TypeError, "'static_graph'; static_graph: leave it out, the program is known"),
+        ({"device_ids": [0]}, TypeError, r"'device_ids'; device_ids: leave it out, the devices are the group's\.$"),
+        ({"process_group": None, "cap": 1}, TypeError, "process_group: give group=.*; it has bucket_cap_mb, "),
     ],
     ids=str,
 )
@@ -220,6 +225,46 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
         "optimizer must be one of optax's, got function",
         lambda: fddp.train_step(square, bad, group=group(1)),
     )
+
+
+def test_every_argument_of_ddp_is_an_option_or_answered(group):
+    """Those of PyTorch 2.13."""
+    ddp = (
+        "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters "
+        "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce "
+        "mixed_precision device_mesh skip_all_reduce_unused_params"
+    )
+    options = {field.name for field in fields(fddp.Options)}
+    for name in ddp.split():
+        if name not in options:
+            refused(TypeError, f"; {name}: [^;]*$", partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("module", "adapter"),
+    [
+        (linen.Dense(1), "from_linen"),
+        (linen.Dense, "from_linen"),
+        (nnx.Linear(1, 1, rngs=nnx.Rngs(0)), "from_nnx"),
+        (nnx.Linear, "from_nnx"),
+    ],
+    ids=["linen", "linen class", "nnx", "nnx class"],
+)
+def test_a_module_in_the_place_of_the_loss_is_told_what_makes_one_of_it(group, module, adapter):
+    """DDP takes a module, and Flax's can be called."""
+    says = rf"loss_fn must be a loss, .* got the module (Dense|Linear); fddp\.{adapter}\(module, loss\)"
+    refused(TypeError, says, lambda: fddp.train_step(module, optax.sgd(0.1), group=group(1)))
+    refused(TypeError, says, lambda: fddp.value_and_grad(module, group=group(1)))
+
+
+def test_what_nnx_compiled_is_a_function(group):
+    step = fddp.train_step(nnx.jit(square), optax.sgd(0.1), group=group(1))
+    assert step(step.init(W), X)[1].loss == 1
+
+
+def test_flaxs_optimizers_are_told_to_give_what_they_hold(group):
+    bad: Any = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    refused(TypeError, "got Optimizer; pass its .tx", lambda: fddp.train_step(square, bad, group=group(1)))
 
 
 def test_a_plan_before_a_state_and_a_look_at_several_programs_are_refused(make):
