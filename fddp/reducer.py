@@ -24,7 +24,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
-from fddp.replicas import described, verify, verify_collectives
+from fddp.replicas import described, refuse_lists, shortened, verify, verify_collectives
 from fddp.schedule import Pieces, Runner, Schedule, after, fused
 from fddp.shards import other_axes, specs
 from fddp.staged import staged
@@ -184,9 +184,9 @@ class Reducer:
             raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
         counts = {np.shape(x)[:1] for x in leaves}
         if len(counts) > 1 or () in counts:
-            raise ValueError(
-                f"the arrays of a batch must have equally many rows, got {', '.join(described('', batch))}."
-            )
+            refuse_lists(batch)
+            got = shortened(described("", batch), ", ")
+            raise ValueError(f"the arrays of a batch must have equally many rows, got {got}.")
         ((rows,),) = counts
         if rows % self._parts or rows == 0:
             raise ValueError(

@@ -5,7 +5,7 @@ names, dtypes and options are compared too, and every rank raises the same error
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -100,6 +100,12 @@ def described(title: str, tree: Any) -> list[str]:
     return [" ".join(filter(None, line)) for line in words]
 
 
+def shortened(lines: Sequence[str], between: str = "; ", most: int = 6) -> str:
+    """The first of many lines in one."""
+    more = f", and {len(lines) - most} more" if len(lines) > most else ""
+    return between.join(lines[:most]) + more
+
+
 def check_arrays(params: Any) -> None:
     """Refuses parameters that hold no arrays, or something else."""
     leaves = jax.tree.leaves(params)
@@ -111,6 +117,20 @@ def check_arrays(params: Any) -> None:
             raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise TypeError(f"{name} is a random key, which nothing can train: give it as step.init(params, rng=key).")
+
+
+def refuse_lists(batch: Any) -> None:
+    """Says where a batch has numbers in lists, each of which JAX takes for an array of its own."""
+    named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
+    found = [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
+        for path, x in named
+        if isinstance(x, list) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+    ]
+    if found:
+        raise ValueError(
+            f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."
+        )
 
 
 def _form(x: Any) -> str:
@@ -129,6 +149,5 @@ def _disagreement(what: str, reports: list[dict[str, Any]], most: int = 6) -> Ex
     texts = []
     for rank, report in enumerate(reports):
         own = [line for line in report["lines"] if line not in everywhere]
-        more = f", and {len(own) - most} more" if len(own) > most else ""
-        texts.append(f"rank {rank}: {'; '.join(own[:most]) or 'nothing more'}{more}")
+        texts.append(f"rank {rank}: {shortened(own) or 'nothing more'}")
     return ValueError(f"ranks differ in their {what}.\n" + "\n".join(texts))
