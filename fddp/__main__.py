@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fddp", description="Look at a data-parallel step, before it runs and while it does."
     )
+    parser.add_argument("--version", action="version", version=f"fddp {version('fddp')}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for add in (add_plan, add_audit, add_measure, add_tune, add_doctor):
         add(commands)
@@ -38,8 +41,9 @@ def main(words: Sequence[str]) -> int:
     if "JAX_PLATFORMS" not in os.environ and chosen.run in (run_plan, run_audit):
         jax.config.update("jax_platforms", "cpu")
     try:
+        _check(chosen)
         return chosen.run(chosen)
-    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
+    except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
         print(f"python -m fddp: {error}", file=sys.stderr)
         return 2
 
@@ -151,7 +155,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="module:preset, models.gpt:tiny say")
     parser.add_argument("--rows", type=int, default=8, help="rows of a replica (default 8)")
     for cap in CAPS:
-        parser.add_argument(f"--{cap.replace('_', '-')}", type=float, metavar="MIB", help="as of fddp.train_step")
+        told = f"as of fddp.train_step (default {getattr(fddp.Options, cap)})"
+        parser.add_argument(f"--{cap.replace('_', '-')}", type=float, metavar="MIB", help=told)
+
+
+def _check(chosen: argparse.Namespace) -> None:
+    """What can be known to be wrong before the work begins; options that a command has not are right."""
+    for name in ("rows", "steps"):
+        if getattr(chosen, name, 1) < 1:
+            raise ValueError(f"--{name} must be 1 or more, got {getattr(chosen, name)}.")
+    for name in ("picture", "trace"):
+        folder = Path(getattr(chosen, name, None) or "").parent
+        if not folder.is_dir():
+            raise ValueError(f"--{name}: there is no folder {folder}.")
 
 
 def _caps(chosen: argparse.Namespace) -> dict[str, float]:

@@ -76,7 +76,7 @@ def read_model(name: str) -> tuple[Any, str]:
       ValueError: there is no such module or preset, or the module lacks something.
     """
     path, colon, preset = name.partition(":")
-    if not colon:
+    if not colon or "/" in path or path.endswith(".py"):
         raise ValueError(f"a model is named module:preset, models.gpt:tiny say; got {name!r}.")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -84,6 +85,13 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
     ("words", "told"),
     [
         (["plan", "gpt"], "module:preset"),
+        (["plan", "models/gpt.py:tiny"], "module:preset, models.gpt:tiny say; got 'models/gpt.py:tiny'"),
+        (["plan", "models.gpt:tiny", "--rows", "0"], "--rows must be 1 or more, got 0"),
+        (["audit", "models.gpt:tiny", "--rows", "-3"], "--rows must be 1 or more, got -3"),
+        (["tune", "models.mlp:tiny", "--rows", "0"], "--rows must be 1 or more, got 0"),
+        (["measure", "models.mlp:tiny", "--steps", "0"], "--steps must be 1 or more, got 0"),
+        (["measure", "models.mlp:tiny", "--trace", "none/t.json"], "--trace: there is no folder none"),
+        (["audit", "models.mlp:tiny", "--picture", "none/x.png"], "--picture: there is no folder none"),
         (["plan", "models.nothing:tiny"], "No module named 'models.nothing'"),
         (["plan", "models.gpt:huge"], "presets tiny, bytes, 360m"),
         (["plan", "json:x"], "json has no PRESETS"),
@@ -95,6 +103,15 @@ def test_a_wrong_word_is_an_error_of_one_line(words, told, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert told in error and error.startswith("python -m fddp: ") and error.count("\n") == 1
+
+
+def test_the_command_says_its_version_and_the_caps_that_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fddp {version('fddp')}\n"
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "as of fddp.train_step (default 25)" in capsys.readouterr().out
 
 
 def test_the_command_starts_quietly_and_explains_itself():
