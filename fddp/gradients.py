@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from fddp.group import Group
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
-from fddp.options import check_callable, read_options
+from fddp.options import check_callable, explained, read_options
 from fddp.program import refuse_tracers
 from fddp.reducer import Reducer
 from fddp.state import Mean, TrainState
 from fddp.world import group_of
 
 
+@explained
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -29,7 +30,7 @@ def value_and_grad(
       loss_fn: as for `train_step`.
       group: the replicas; None: those of `fddp.init()`.
       has_aux: whether the loss returns metrics.
-      **options: fields of `fddp.Options`.
+      **options: fields of `fddp.Options`, named as DDP names them, and their defaults:
 
     Returns:
       `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all if `params`

@@ -1,13 +1,20 @@
 """The options of `train_step` and `value_and_grad`, named as DDP names them, checked where they are given."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from textwrap import indent
+from typing import Any, Literal, TypeVar
 
 from fddp.hook import Hook
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 SCHEDULES = ("auto", "fused", "staged", "after")
 ORDERS = ("ready", "reverse")
+
+# How the docstring of a function that takes options names them.
+OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them, and their defaults:"
 
 # What `DistributedDataParallel` takes besides, and what to do instead.
 OF_DDP = {
@@ -28,7 +35,29 @@ OF_DDP = {
 
 @dataclass(frozen=True)
 class Options:
-    """How gradients are bucketed, accumulated and sent.
+    """How gradients are bucketed, accumulated and sent: the keyword arguments of `train_step` and `value_and_grad`.
+
+    Attributes:
+      bucket_cap_mb (25): a bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket.
+      first_bucket_mb (1): cap of the first bucket, MiB: traffic starts early.
+      last_bucket_mb (1): cap of the last bucket, MiB: little is left when the backward pass ends.
+      order ('ready'): 'ready': as the gradients' program delivers them; 'reverse': the reverse of the leaves, DDP's
+        guess.
+      accumulation_steps (1): micro-batches a step; one synchronization for all of them.
+      find_unused_parameters (False): whether to find the parameters that no replica used in a step, and leave them and
+        their optimizer state alone.
+      broadcast_buffers (True): whose model state every replica has at the next forward: True: replica 0's; 'mean': the
+        mean of all (of floats; of integers replica 0's); False: each its own. Under `fddp.join` those of replicas that
+        still have data.
+      skip_all_reduce_unused_params (False): whether buckets that no replica used are not sent; needs
+        `find_unused_parameters`. Which these are is agreed on in one tiny all-reduce before the first bucket leaves.
+      hook (None): what is done with each bucket in place of the plain sum: one of `fddp.hooks`, or the user's own.
+      ignore (None): a function that is true for the path ('Dense_0/kernel') of a parameter that is to be left alone:
+        neither sent nor trained.
+      schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
+        picks.
+      donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
+        even if the step fails.
 
     Raises:
       ValueError: a value out of its range; the message says which and what to give.
@@ -36,31 +65,17 @@ class Options:
     """
 
     bucket_cap_mb: float = 25
-    """A bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket."""
     first_bucket_mb: float = 1
-    """Cap of the first bucket, MiB: traffic starts early."""
     last_bucket_mb: float = 1
-    """Cap of the last bucket, MiB: little is left when the backward pass ends."""
     order: str = "ready"
-    """"ready": as the gradients' program delivers them; "reverse": the reverse of the leaves, DDP's guess."""
     accumulation_steps: int = 1
-    """Micro-batches a step; one synchronization for all of them."""
     find_unused_parameters: bool = False
-    """Whether to find the parameters that no replica used in a step, and leave them and their optimizer state alone."""
     broadcast_buffers: bool | Literal["mean"] = True
-    """Whose model state every replica has at the next forward: True: replica 0's; "mean": the mean of all (of floats;
-    of integers replica 0's); False: each its own. Under `fddp.join` those of replicas that still have data."""
     skip_all_reduce_unused_params: bool = False
-    """Whether buckets that no replica used are not sent; needs `find_unused_parameters`. Which these are is agreed on
-    in one tiny all-reduce before the first bucket leaves."""
     hook: Hook | None = None
-    """What is done with each bucket in place of the plain sum: one of `fddp.hooks`, or the user's own."""
     ignore: Callable[[str], bool] | None = field(default=None, repr=False)
-    """True for the path ("Dense_0/kernel") of a parameter that is to be left alone: neither sent nor trained."""
     schedule: str = "auto"
-    """"fused": one program; "staged": cut where buckets become ready; "after": traffic last; "auto" picks."""
     donate: bool = True
-    """Whether a step may reuse the memory of the state it is given, which is then gone, even if the step fails."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"):
@@ -89,6 +104,15 @@ class Options:
     def caps(self) -> dict[str, float]:
         """The arguments of `make_plan`."""
         return {name: getattr(self, name) for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")}
+
+
+def explained(function: Function) -> Function:
+    """Puts the options into the docstring of a function that takes them, so that its `help` tells each of them."""
+    options, text = inspect.getdoc(Options), inspect.getdoc(function)
+    if options and text:  # python -OO takes them away
+        attributes = options.partition("Attributes:\n")[2].partition("\n\n")[0]
+        function.__doc__ = text.replace(OPTIONS, f"{OPTIONS}\n{indent(attributes, '  ')}")
+    return function
 
 
 def read_options(call: str, given: dict[str, Any]) -> Options:

@@ -21,7 +21,7 @@ from fddp.measurement import Measurement, measure
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
 from fddp.optimizer import update
-from fddp.options import check_callable, check_optimizer, read_options
+from fddp.options import check_callable, check_optimizer, explained, read_options
 from fddp.plan import BucketPlan
 from fddp.program import differentiable
 from fddp.reducer import Reducer
@@ -236,6 +236,7 @@ class TrainStep:
         ]
 
 
+@explained
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -253,7 +254,7 @@ def train_step(
       optimizer: any optax transformation.
       group: the replicas; None: those of `fddp.init()`.
       has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas.
-      **options: fields of `fddp.Options`, named as DDP names them.
+      **options: fields of `fddp.Options`, named as DDP names them, and their defaults:
 
     Returns:
       A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).

@@ -4,8 +4,10 @@ import ast
 import doctest
 import importlib
 import inspect
+import pydoc
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -178,6 +180,13 @@ def test_a_function_says_what_it_takes_and_gives(name):
         assert missing == []
     if takes and signature.return_annotation not in (None, "None"):
         assert "Returns:" in text
+
+
+@pytest.mark.parametrize("name", ["Options", "train_step", "value_and_grad"])
+def test_help_explains_every_option_with_its_default(name):
+    text = re.sub(r"\n[ |]+", " ", pydoc.plain(pydoc.render_doc(getattr(fddp, name))))
+    for option in fields(fddp.Options):
+        assert re.search(rf" {option.name} \({re.escape(repr(option.default))}\): \S", text), option.name
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.stem != "__main__"], ids=names)
