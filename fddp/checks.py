@@ -5,9 +5,7 @@ from typing import Any
 import jax
 
 from fddp.plan import BucketPlan
-from fddp.replicas import described
-
-MOST = 4  # leaves that a message names
+from fddp.replicas import described, shortened
 
 
 def refuse_deleted(state: Any) -> None:
@@ -41,6 +39,20 @@ def check_params(plan: BucketPlan, params: Any) -> None:
     got, planned = set(described("", params)), set(map(str, plan.leaves))
     raise ValueError(
         "these parameters are not those of the model that this step was made for: they have "
-        f"{'; '.join(sorted(got - planned)[:MOST]) or 'nothing else'}, and lack "
-        f"{'; '.join(sorted(planned - got)[:MOST]) or 'nothing'}. Make a step of its own for each model."
+        f"{shortened(sorted(got - planned)) or 'nothing else'}, and lack "
+        f"{shortened(sorted(planned - got)) or 'nothing'}. Make a step of its own for each model."
     )
+
+
+def refuse_lists(batch: Any) -> None:
+    """Says where a batch has numbers in lists, each of which JAX takes for an array of its own."""
+    named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
+    found = [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
+        for path, x in named
+        if isinstance(x, list) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+    ]
+    if found:
+        raise ValueError(
+            f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."
+        )

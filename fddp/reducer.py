@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from fddp.checks import check_params, refuse_deleted
+from fddp.checks import check_params, refuse_deleted, refuse_lists
 from fddp.group import Group
 from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Sums
@@ -24,7 +24,7 @@ from fddp.options import Options
 from fddp.plan import BucketPlan
 from fddp.program import collectives, ready_order, refuse_tracers
 from fddp.recipe import Recipe
-from fddp.replicas import described, refuse_lists, shortened, verify, verify_collectives
+from fddp.replicas import described, shortened, verify, verify_collectives
 from fddp.schedule import Pieces, Runner, Schedule, after, fused
 from fddp.shards import other_axes, specs
 from fddp.staged import staged

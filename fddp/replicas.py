@@ -119,20 +119,6 @@ def check_arrays(params: Any) -> None:
             raise TypeError(f"{name} is a random key, which nothing can train: give it as step.init(params, rng=key).")
 
 
-def refuse_lists(batch: Any) -> None:
-    """Says where a batch has numbers in lists, each of which JAX takes for an array of its own."""
-    named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
-    found = [
-        jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
-        for path, x in named
-        if isinstance(x, list) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
-    ]
-    if found:
-        raise ValueError(
-            f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."
-        )
-
-
 def _form(x: Any) -> str:
     if isinstance(x, PartitionSpec):
         return str(x)
