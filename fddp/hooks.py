@@ -126,7 +126,8 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
         raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
-        _, where = jax.lax.top_k(jnp.abs(x), math.ceil(ratio * x.size))
+        # What is not finite is sent before all else, NaN too, or the others would not hear of it.
+        _, where = jax.lax.top_k(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), math.ceil(ratio * x.size))
         values = jax.lax.bitcast_convert_type(x[where].astype(jnp.float32), jnp.int32)
         places, values = jnp.split(comm.all_gather(jnp.concatenate([where.astype(jnp.int32), values])), 2, axis=1)
         values = jax.lax.bitcast_convert_type(values, jnp.float32).astype(x.dtype)
@@ -155,7 +156,7 @@ def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], er
             return reduce(comm, buffer)[0].astype(buffer.dtype), state
         wanted = buffer + jnp.concatenate([left.reshape(-1) for left in state])
         total, stood = reduce(comm, wanted)
-        left = bucket._replace(buffer=wanted - stood.astype(wanted.dtype))
+        left = bucket._replace(buffer=(wanted - stood).astype(wanted.dtype))
         return total.astype(buffer.dtype), tuple(split(left))
 
     return Hook(init, apply, name)
@@ -187,7 +188,9 @@ def _rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array
 def _to_int8(x: Float[Array, "... m"], block: int) -> Int8[Array, "... k"]:
     """Rows of whole blocks as bytes: the numbers, −127 to 127 times the block's scale, then the scales as they are."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
-    scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+    largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    # XLA:CPU's maximum passes a NaN over. With a scale of NaN the whole block is.
+    scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=-1, keepdims=True), largest / 127, jnp.nan)
     numbers = jnp.round(blocks / jnp.where(scales == 0, 1, scales)).astype(jnp.int8)
     words = jax.lax.bitcast_convert_type(scales[..., 0], jnp.int8)
     return jnp.concatenate([numbers.reshape(x.shape), words.reshape(*x.shape[:-1], -1)], axis=-1)

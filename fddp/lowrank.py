@@ -111,7 +111,8 @@ def _random(leaf: jax.ShapeDtypeStruct, rank: int, step: Any) -> Float[Array, "m
 
 
 def _orthonormal(x: Float[Array, "n rank"]) -> Float[Array, "n rank"]:
-    """An orthonormal basis of the columns' span; zeros for a column that adds nothing to it.
+    """An orthonormal basis of the columns' span; zeros for a column that adds nothing to it, NaN for one that is not
+    finite.
 
     Gram-Schmidt, each column twice, as in PyTorch: a QR decomposition is a library call, which XLA cannot look into.
     """
@@ -125,7 +126,8 @@ def _orthonormal(x: Float[Array, "n rank"]) -> Float[Array, "n rank"]:
             rest = rest - basis @ (basis.T @ rest)
         length = jnp.linalg.norm(rest)
         new = length > least * jnp.linalg.norm(column)
-        return basis.at[:, k].set(jnp.where(new, rest / jnp.where(new, length, 1), 0))
+        part = jnp.where(new, rest / jnp.where(new, length, 1), 0)
+        return basis.at[:, k].set(jnp.where(jnp.isfinite(length), part, jnp.nan))
 
     return jax.lax.fori_loop(0, x.shape[1], add, jnp.zeros_like(wide)).astype(x.dtype)
 

@@ -254,6 +254,81 @@ def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, n
     equal((after.params, after.hook_state), (before.params, before.hook_state))
 
 
+### What is not finite
+
+SIZES: dict[str, tuple[int, ...]] = {"one": (), "few": (37,), "many": (4099,), "matrix": (40, 30)}
+PLACES = [("one", ()), ("few", (0,)), ("few", (36,)), ("many", (77,)), ("many", (4098,)), ("matrix", (39, 29))]
+FLOATS = [np.float32, np.float64, np.float16, jnp.bfloat16, np.complex64]
+FINITE = {
+    "none": None,
+    "allreduce": hooks.allreduce(),
+    "bf16": hooks.bf16(),
+    "fp16": hooks.fp16(),
+    "quantize": hooks.quantize(),
+    "quantize without memory": hooks.quantize(error_feedback=False),
+    "topk": hooks.topk(0.01),
+    "topk without memory": hooks.topk(0.01, error_feedback=False),
+    "powersgd": hooks.powersgd(2, start_step=0),
+    "powersgd without memory": hooks.powersgd(2, start_step=0, warm_start=False, error_feedback=False),
+    "bf16 powersgd": hooks.bf16(hooks.powersgd(2, start_step=0)),
+    "fp16 powersgd": hooks.fp16(hooks.powersgd(2, start_step=0)),
+    "starting": hooks.starting(1, hooks.fp16(hooks.topk(0.01)), hooks.quantize()),
+}
+
+
+def zeros(*dtypes: Any) -> dict[str, np.ndarray]:
+    return {f"{np.dtype(dtype)} {name}": np.zeros(shape, dtype) for dtype in dtypes for name, shape in SIZES.items()}
+
+
+def product(params: Any, rows: Any) -> Any:
+    """Its gradient is the mean of the rows."""
+    return sum(jnp.sum(jnp.real(p * rows[name][0]).astype(jnp.float32)) for name, p in params.items())
+
+
+def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[str, np.ndarray]:
+    """A row for each replica, and what is not finite in it: (replica, leaf, place, value)."""
+    rng = np.random.default_rng(4)
+    rows = {name: rng.normal(size=(REPLICAS, *p.shape)).astype(p.dtype) for name, p in params.items()}
+    for replica, name, place, value in bad:
+        rows[name][(replica, *place)] = value
+    return rows
+
+
+def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
+    """Whether an array that should be equal on all devices is not finite there on each of them."""
+    return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotten(group, x64, name):
+    params = zeros(*FLOATS)
+    options: Any = {"group": group(REPLICAS), "hook": FINITE[name], "donate": False}
+    step = fddp.train_step(product, optax.sgd(1.0), **options)
+    state, _ = step(step.init(params), pulls(params))
+    for k, (leaf, place) in enumerate(PLACES):
+        for value in (np.nan, np.inf, -np.inf):
+            names = [f"{np.dtype(dtype)} {leaf}" for dtype in FLOATS]
+            after, _ = step(state, pulls(params, *((k % REPLICAS, name, place, value) for name in names)))
+            assert [name for name in names if not infinite_everywhere(after.params[name], place)] == [], value
+            equal(after.hook_state, state.hook_state)
+    both = pulls(params, (0, "float32 many", (9,), np.inf), (1, "float32 many", (9,), -np.inf))
+    assert infinite_everywhere(step(state, both)[0].params["float32 many"], (9,))
+
+
+def test_low_rank_factors_that_overflow_are_not_zeros(group):
+    rows = np.full((REPLICAS, 40, 30), 1e30, np.float32)  # squares of it are infinite
+    totals, _ = reduced(group, hooks.powersgd(1, start_step=0), rows)
+    assert not np.any(np.isfinite(totals[0]))
+
+
+def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
+    rows = np.zeros((REPLICAS, 4), np.float16)
+    # What stands for the first number, and for how its sum was rounded, is more than float16 holds.
+    rows[:2] = [[65504, 6632, 55232, -21408], [-1841, 34560, 6716, -42752]]
+    totals, left = reduced(group, hooks.quantize(block=4), rows)
+    assert np.all(np.isfinite(totals[0])) and np.all(np.isfinite(left))
+
+
 ### Bytes
 
 WORD = {"f32": 4, "u16": 2, "s32": 4, "s8": 1}
