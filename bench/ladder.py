@@ -33,7 +33,7 @@ from fddp.drawing import figure
 from fddp.member import Member
 from fddp.reducer import SCHEDULES
 from fddp.schedule import Pieces, Runner
-from fddp.sending import Memory, Sent, sending
+from fddp.sending import Memory, Sent, remembered, sending
 from fddp.staged import Cut, cut_step, land
 from fddp.timeline import Span, Timeline
 
@@ -120,7 +120,7 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
 
 def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
     """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits for it."""
-    send, cuts, spans = sending(member, pieces.reductions, donate), list[Cut](), list[Span]()
+    send, cuts, spans = sending(member, pieces.reductions), list[Cut](), list[Span]()
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         rows = member.place(rows, member.own)
@@ -136,7 +136,7 @@ def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
         spans.extend(one.span for one in sends)
         back = [lambda one=one: one for one in sends]
         result = land(now.update, jax.tree.leaves(state), back, kept, spans)
-        return now.result.unflatten(result), tuple(one.memory for one in sends[: len(memory)])
+        return now.result.unflatten(result), remembered(sends, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))
 

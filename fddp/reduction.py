@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fddp.communicator import Communicator, taken, told
 from fddp.hook import GradBucket, Hook
@@ -102,7 +102,9 @@ def all_summed(
       memories: what it remembers for each wire.
 
     Returns:
-      The sums, what to remember for each, and the bytes that each replica sent.
+      The sums, what to remember for each, and the bytes that each replica sent. Where a hook's sum is not finite, all
+      remember what they did before: of an overflow nothing would ever be finite again, and an optimizer that passes
+      such a step over does not use the other sums either.
     """
     totals, new, sent = list[Array](), list[Any](), list[Array]()
     ways = (*reductions, *repeat(PLAIN, len(wires) - len(reductions)))
@@ -117,11 +119,15 @@ def all_summed(
             totals.append(total)
             new.append(remembered)
             sent.append(nbytes)
-    return tuple(totals), tuple(new), jnp.stack(sent)
+    finite = jnp.all(jnp.array([all_finite(total) for way, total in zip(ways, totals) if way.apply], bool))
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), tuple(memories))
+    return tuple(totals), kept, jnp.stack(sent)
+
+
+def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
+    """Whether a sum is finite: the same on all replicas, as the sum is."""
+    return jnp.all(jnp.isfinite(total))
 
 
 def _hooked(hook: Hook, forms: Any, comm: Communicator, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
-    total, new = hook.apply(comm, GradBucket(wire, forms), memory)
-    # What a hook remembers of a step that overflowed would never be finite again; the sum is the same on all replicas.
-    finite = jnp.all(jnp.isfinite(total))
-    return total, jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, memory)
+    return hook.apply(comm, GradBucket(wire, forms), memory)

@@ -15,7 +15,7 @@ import jax
 from fddp.flat import Wires
 from fddp.member import EVERYWHERE, Member, lifted, lowered
 from fddp.reduction import Reduction, all_summed
-from fddp.sending import Memory, Sent, bytes_of, sending
+from fddp.sending import Memory, Sent, bytes_of, remembered, sending
 from fddp.timeline import Span, Timeline
 
 
@@ -89,7 +89,7 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner.
     """
-    own, send = member.own, sending(member, pieces.reductions, donate)
+    own, send = member.own, sending(member, pieces.reductions)
     local = member.program(pieces.local, (EVERYWHERE, own, own), own)
     in_specs = (EVERYWHERE, EVERYWHERE, own, EVERYWHERE)
     finish = member.program(pieces.finish, in_specs, EVERYWHERE, donate=(0,) if donate else ())
@@ -108,6 +108,6 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
         wires = replace(wires, arrays=tuple(one.total for one in sends))
         result = jax.block_until_ready(finish(state, wires, kept, bytes_of(sends)))
         spans.append(Span("update", "update", clock, perf_counter()))
-        return result, tuple(one.memory for one in sends[: len(memory)])
+        return result, remembered(sends, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))

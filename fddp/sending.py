@@ -10,7 +10,7 @@ from jaxtyping import UInt32
 
 from fddp.communicator import MOST, psum_bytes
 from fddp.member import EVERYWHERE, Member, lifted, lowered
-from fddp.reduction import PLAIN, Reduction, summed
+from fddp.reduction import PLAIN, Reduction, all_finite, summed
 from fddp.timeline import Span
 
 # What the reductions remember from step to step, one tree for each that is named.
@@ -26,15 +26,16 @@ class Sent(NamedTuple):
     nbytes: Any
     """Bytes that each replica sent."""
     span: Span
+    finite: bool = True
+    """Whether a hook's sum is; the same on all ranks."""
 
 
-def sending(member: Member, reductions: Sequence[Reduction], donate: bool) -> Callable[..., Sent]:
+def sending(member: Member, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
     """Makes a function that sends a wire and blocks the calling thread until it is back.
 
     Args:
       member: the replicas.
       reductions: how the first wires are summed; further ones plainly.
-      donate: whether the memory of what is remembered may be used again.
 
     Returns:
       `send(k, memory, first, wire)`: the sum of wire k; `first()` is wire 0, come back.
@@ -42,11 +43,12 @@ def sending(member: Member, reductions: Sequence[Reduction], donate: bool) -> Ca
     own, lanes = member.own, lanes_of(member, reductions)
 
     def program(reduction: Reduction) -> Callable[..., Any]:
-        def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any]:
+        def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
             total, mine, sent = summed(member.communicator, reduction, None, wire, lowered(mine))
-            return total, lifted(mine), sent
+            return total, lifted(mine), sent, all_finite(total)
 
-        return member.program(run, (own, own), (EVERYWHERE, own, EVERYWHERE), donate=(1,) if donate else ())
+        # What is remembered is not donated: `remembered` may still want it.
+        return member.program(run, (own, own), (EVERYWHERE, own, EVERYWHERE, EVERYWHERE))
 
     programs = [program(reduction) for reduction in reductions]
 
@@ -54,17 +56,23 @@ def sending(member: Member, reductions: Sequence[Reduction], donate: bool) -> Ca
         start = perf_counter()
         reduction = reductions[k] if k < len(reductions) else PLAIN
         mine = memory[k] if k < len(memory) else ()
-        size = wire.size // member.share
+        size, finite = wire.size // member.share, True
         if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
             total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
         elif reduction.apply is None:
             total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.communicator, size, wire.dtype)
         else:
-            total, mine, sent = jax.block_until_ready(programs[k](wire, mine))
+            total, mine, sent, finite = jax.block_until_ready(programs[k](wire, mine))
         nbytes = size * wire.dtype.itemsize
-        return Sent(total, mine, sent, Span("communication", reduction.name, start, perf_counter(), nbytes))
+        span = Span("communication", reduction.name, start, perf_counter(), nbytes)
+        return Sent(total, mine, sent, span, bool(finite))
 
     return send
+
+
+def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
+    """What hooks remember when all wires are back: what they did before, if a sum is not finite (see `all_summed`)."""
+    return tuple(one.memory for one in sends[: len(memory)]) if all(one.finite for one in sends) else memory
 
 
 def lanes_of(member: Member, reductions: Sequence[Reduction]) -> tuple[Member, ...]:

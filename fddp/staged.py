@@ -16,7 +16,7 @@ import numpy as np
 from fddp.member import EVERYWHERE, Member, trace
 from fddp.relay import Relay, relay
 from fddp.schedule import Pieces, Runner
-from fddp.sending import Memory, Sent, bytes_of, lanes_of, sending
+from fddp.sending import Memory, Sent, bytes_of, lanes_of, remembered, sending
 from fddp.stages import arrivals
 from fddp.timeline import Span, Timeline
 
@@ -35,7 +35,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner; stages are cut and compiled once for each form of its arguments.
     """
-    own, lanes, send = member.own, lanes_of(member, pieces.reductions), sending(member, pieces.reductions, donate)
+    own, lanes, send = member.own, lanes_of(member, pieces.reductions), sending(member, pieces.reductions)
     cuts: dict[Any, Cut] = {}
     spans: list[Span] = []
 
@@ -60,7 +60,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
                     thread.shutdown(wait, cancel_futures=True)
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
-        return now.result.unflatten(result), tuple(one.memory for one in done[: len(memory)])
+        return now.result.unflatten(result), remembered(done, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))
 

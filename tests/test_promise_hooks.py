@@ -329,6 +329,24 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
     assert np.all(np.isfinite(totals[0])) and np.all(np.isfinite(left))
 
 
+@pytest.mark.parametrize("schedule", ["fused", "staged"])
+@pytest.mark.parametrize("name", ["quantize", "topk", "powersgd", "starting"])
+def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
+    options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
+    optimizer = fddp.dynamic_scale(optax.adam(0.1), initial=4.0)
+    step, params = fddp.train_step(product, optimizer, group=group(REPLICAS), **options), zeros(np.float32)
+    before, _ = step(step.init(params), pulls(params))
+    after = before
+    for leaf, place in PLACES:
+        after, _ = step(before, pulls(params, (2, f"float32 {leaf}", place, np.nan)))
+        assert float(after.opt_state.scale) == 2
+        same = lambda state: (state.params, state.opt_state.inner, state.hook_state)  # noqa: E731
+        equal(same(after), same(before))
+    on, _ = step(after, pulls(params))
+    assert float(on.opt_state.scale) == 2 and int(on.opt_state.inner[0].count) == 2
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((on.params, on.hook_state)))
+
+
 ### Bytes
 
 WORD = {"f32": 4, "u16": 2, "s32": 4, "s8": 1}

@@ -118,3 +118,23 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
             assert sorted(info.sent.tolist())[4 - layers :] == sorted(on_the_wire(group, n) for n in expected)
         assert len(seen) > 1
         assert same_on_all_ranks(group, state.params)
+
+
+@claim()
+def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(group: fddp.Group):
+    loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(p["b"])) / len(x)  # noqa: E731
+    params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
+    good = parts(group)[group.rank][None]
+    bad = np.where((np.arange(WIDTH) == 5) & (group.rank == group.size - 1), np.float32(np.nan), good)
+    own = lambda state: [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state)]  # noqa: E731
+    for hook, schedule in ((hooks.quantize(), "staged"), (hooks.topk(0.1), "staged"), (hooks.quantize(), "fused")):
+        optimizer, options = fddp.dynamic_scale(optax.sgd(1.0), initial=4.0), {"schedule": schedule, "donate": False}
+        step = fddp.train_step(loss, optimizer, group=group, hook=hook, bucket_cap_mb=0, **options)
+        before, _ = step(step.init(params), good)
+        after, _ = step(before, bad)
+        assert float(after.opt_state.scale) == 2
+        np.testing.assert_array_equal(own(after), own(before))
+        on, _ = step(after, good)
+        assert all(np.all(np.isfinite(x)) for x in (*jax.tree.leaves(on.params), *own(on)))
+        assert np.any(on.params["a"] != before.params["a"])
+        assert same_on_all_ranks(group, on.params)
