@@ -126,9 +126,11 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         spread = jax.shard_map(
             f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name}, check_vma=False
         )
-        # Several devices of a replica hold what `place` gave them.
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs) if single else None
-        return jax.jit(spread, in_shardings=places, donate_argnums=tuple(donate), compiler_options=options)
+        # Several devices of a replica hold what `place` gave them. Where results lie is said too: of arrays without
+        # elements XLA finds that they are equal everywhere, and the next program would not take them.
+        specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}
+        places: Any = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: Any, where: PartitionSpec) -> Any:
         if single or where != EVERYWHERE:

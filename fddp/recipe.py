@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from fddp.accumulate import accumulate
@@ -73,8 +74,10 @@ class Recipe:
         return self.use(state, Mean(grads, means.loss, means.aux, model_state, sent, used))
 
     def plan(self, params: Any, order: Sequence[int]) -> BucketPlan:
-        """The buckets of the trained leaves in this order."""
+        """The buckets of the trained leaves in this order; those without elements have nothing to send."""
         asks_first = self.options.skip_all_reduce_unused_params
+        leaves = jax.tree.leaves(params)
+        order = [i for i in order if np.size(leaves[i])]
         plan = make_plan(parts(self.member, params), order=order, **self.options.caps)
         return replace(plan, exact=self.options.hook is None and not asks_first, early=asks_first)
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import fddp
+from fddp import hooks
 
 REPLICAS = 4
 RNG = np.random.default_rng(6)
@@ -141,7 +142,8 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
 ### Parameters of size zero
 
 
-@pytest.mark.parametrize(("schedule", "cap"), [("fused", 0), ("fused", 25), ("staged", 25), ("after", 25)])
+@SCHEDULES
+@pytest.mark.parametrize("cap", [0, 25])
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
 def test_an_empty_parameter_is_trained_like_any_other(group, schedule, cap, where):
     """A layer without outputs; it is ready first, last, or there is nothing else."""
@@ -163,6 +165,36 @@ def test_an_empty_parameter_is_trained_like_any_other(group, schedule, cap, wher
     np.testing.assert_allclose(info.loss, np.mean(x), rtol=1e-6)
     if where != "alone":
         np.testing.assert_allclose(state.params["full"], 0.5 * full, rtol=1e-5)  # Adam's first step is its rate
+
+
+@SCHEDULES
+@pytest.mark.parametrize(
+    "hook",
+    [None, hooks.quantize(), hooks.topk(1.0), hooks.bf16(hooks.powersgd(start_step=1)), hooks.fp16()],
+    ids=str,
+)
+def test_empty_parameters_go_with_hooks_and_repeated_no_sync_on_several_devices(group, schedule, hook):
+    params: Any = {
+        "w": np.ones(3, np.float32),
+        "rows": np.zeros((0, 3), np.float32),
+        "half": np.zeros((4, 0), jnp.bfloat16),
+    }
+    options: Any = {"group": group(REPLICAS), "schedule": schedule, "hook": hook}
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.mean(x @ params["w"]) + jnp.sum(params["rows"] @ x.T) + jnp.sum(params["half"].astype(jnp.float32))
+
+    step = fddp.train_step(loss, optax.sgd(0.5, momentum=0.9), **options)
+    state = step.init(params)
+    for _ in range(2):
+        for _ in range(2):
+            state, _ = step.no_sync(state, np.ones((8, 3), np.float32))
+        state, _ = step(state, np.ones((8, 3), np.float32))
+    assert {name: (x.shape, x.dtype) for name, x in state.params.items()} == {
+        name: (x.shape, x.dtype) for name, x in params.items()
+    }
+    np.testing.assert_allclose(state.params["w"], 1 - 0.5 * (1 + 1.9), rtol=1e-2)
+    assert [bucket.names for bucket in step.plan.buckets] == [("w",)]
 
 
 ### Several dtypes

@@ -138,3 +138,21 @@ def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(gr
         assert all(np.all(np.isfinite(x)) for x in (*jax.tree.leaves(on.params), *own(on)))
         assert np.any(on.params["a"] != before.params["a"])
         assert same_on_all_ranks(group, on.params)
+
+
+@claim()
+def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
+    loss = lambda p, x: (jnp.sum(p["w"] * x) + jnp.sum(p["empty"]) + jnp.sum(p["half"])) / len(x)  # noqa: E731
+    params = {
+        "w": np.zeros(WIDTH, np.float32),
+        "empty": np.zeros((0, 3), np.float32),
+        "half": np.zeros((3, 0), jnp.bfloat16),
+    }
+    for hook, schedule in ((None, "staged"), (hooks.quantize(), "staged"), (hooks.topk(1.0), "fused")):
+        step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule, bucket_cap_mb=0)
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, parts(group)[group.rank][None])
+        np.testing.assert_allclose(state.params["w"], -2 * parts(group).mean(0), atol=0.1)
+        assert state.params["empty"].shape == (0, 3)
+        assert same_on_all_ranks(group, state.params["w"])
