@@ -12,21 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-# Equations that only wrap a list of others: their contents are part of the straight program.
-WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+from fddp.jax_internals import (
+    COLLECTIVES,
+    OWN_DERIVATIVE,
+    WRAPPERS,
+    called_program,
+    inner_programs,
+    make_program,
+    new_variable,
+)
+
 # Equations that XLA repeats rather than store their result, when it fuses them into what reads it.
 CHEAP = {
     *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
     *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
-}
-CALLS = {"custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
-
-COLLECTIVES = {
-    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
-    *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
 }
 
 
@@ -102,7 +104,7 @@ def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
         # Every name is made anew: JAX shares the body of a function that is called twice.
         names: dict[Var, Any] = dict(zip(inner.jaxpr.invars, args))
         for var, value in zip(inner.jaxpr.constvars, inner.consts):
-            names[var] = Var(var.aval)
+            names[var] = new_variable(var)
             consts[names[var]] = value
 
         def read(atom: Any) -> Any:
@@ -111,18 +113,15 @@ def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
         for eqn in inner.jaxpr.eqns:
             inputs = [read(atom) for atom in eqn.invars]
             if eqn.primitive.name in WRAPPERS:
-                outputs = write(eqn.params[WRAPPERS[eqn.primitive.name]], inputs)
+                outputs = write(called_program(eqn), inputs)
             else:
-                outputs = [Var(var.aval) for var in eqn.outvars]
+                outputs = [new_variable(var) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=inputs, outvars=outputs))
             names.update(zip(eqn.outvars, outputs))
         return [read(atom) for atom in inner.jaxpr.outvars]
 
     outputs = write(closed, closed.jaxpr.invars)
-    old = closed.jaxpr
-    return ClosedJaxpr(
-        Jaxpr(list(consts), old.invars, outputs, eqns, old.effects, old.debug_info), list(consts.values())
-    )
+    return make_program(closed, eqns, closed.jaxpr.invars, outputs, consts)
 
 
 def collectives(closed: ClosedJaxpr) -> set[str]:
@@ -139,8 +138,8 @@ def cheap(eqn: JaxprEqn) -> bool:
     Returns:
       Whether XLA fuses it into its neighbours, as good as free.
     """
-    if eqn.primitive.name in CALLS:
-        return all(cheap(inner) for body in jaxprs_in_params(eqn.params) for inner in body.eqns)
+    if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
+        return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)
     return eqn.primitive.name in CHEAP
 
 
@@ -177,5 +176,5 @@ def _collectives(jaxpr: Jaxpr) -> set[str]:
         name = eqn.primitive.name
         if name in COLLECTIVES or name.endswith("_mpi"):
             found.add(name)
-        found = found.union(*(_collectives(inner) for inner in jaxprs_in_params(eqn.params)))
+        found = found.union(*(_collectives(inner) for inner in inner_programs(eqn)))
     return found

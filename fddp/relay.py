@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from fddp.flat import sub_byte
+from fddp.jax_internals import callbacks, inner_programs, make_program
 from fddp.member import Member
 from fddp.stages import Stage, cut
 
@@ -67,7 +68,8 @@ def relay(
     """
     jaxpr = closed.jaxpr
     outputs = [jaxpr.outvars[number] for group in groups for number in group]
-    stages = cut(ClosedJaxpr(jaxpr.replace(outvars=outputs), closed.consts), [len(group) for group in groups])
+    consts = dict(zip(jaxpr.constvars, closed.consts))
+    stages = cut(make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts), [len(group) for group in groups])
     forms, inputs = dict(enumerate(given)), len(given)
 
     compiled: dict[Any, Callable[..., Sequence[jax.Array]]] = {}
@@ -113,8 +115,8 @@ def relay(
 
 def _callbacks(jaxpr: Jaxpr) -> list[Any]:
     """The host's functions that a program calls: its text only numbers them."""
-    own = [eqn.params["callback"] for eqn in jaxpr.eqns if "callback" in eqn.params]
-    bodies = [body for eqn in jaxpr.eqns for body in jaxprs_in_params(eqn.params)]
+    own = [callback for eqn in jaxpr.eqns for callback in callbacks(eqn)]
+    bodies = [body for eqn in jaxpr.eqns for body in inner_programs(eqn)]
     return [*own, *(callback for body in bodies for callback in _callbacks(body))]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
+from fddp.jax_internals import acts, make_program
 from fddp.program import cheap, straighten
 
 
@@ -72,11 +73,9 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
         part, need = pairs[k]
         used = [v for v in need if v in consts]
         eqns = [jaxpr.eqns[at] for at in part]
-        effects = frozenset().union(*(eqn.effects for eqn in eqns))
-        names = jaxpr.debug_info.with_unknown_names()
-        body = Jaxpr(used, needs[k], [*gives[k], *results[k]], eqns, effects, names)
+        body = make_program(program, eqns, needs[k], [*gives[k], *results[k]], {v: consts[v] for v in used})
         return Stage(
-            run=jaxpr_as_fun(ClosedJaxpr(body, [consts[v] for v in used])),
+            run=jaxpr_as_fun(body),
             reads=tuple(number[v] for v in needs[k]),
             writes=tuple(number[v] for v in gives[k]),
             frees=tuple(number[v] for v in needs[k] if last[v] == k),
@@ -113,7 +112,7 @@ def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
 
 def _homes(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:
     """Gives each equation to the first group that needs it; those that only act (a print) to the last."""
-    acting = [at for at, eqn in enumerate(jaxpr.eqns) if eqn.effects]
+    acting = [at for at, eqn in enumerate(jaxpr.eqns) if acts(eqn)]
     taken: set[int] = set()
     homes: list[set[int]] = []
     for k, result in enumerate(results):

@@ -18,7 +18,21 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, Bool
 
-from fddp.program import WRAPPERS, differentiable
+from fddp.jax_internals import (
+    CALLS,
+    OWN_DERIVATIVE,
+    REMATERIALISED,
+    branches,
+    called_program,
+    is_for_platforms,
+    loop_parts,
+    make_program,
+    rematerialised,
+    run_again,
+    scan_body,
+    while_programs,
+)
+from fddp.program import differentiable
 
 Loss = TypeVar("Loss")
 Aux = TypeVar("Aux")
@@ -33,13 +47,6 @@ Choose = Callable[..., Sources]
 """What counts where the program does not decide: `frozenset.union` (may use) or `.intersection` (uses for sure)."""
 NOTHING: Sources = frozenset()
 Sets = list[Sources]
-
-REMATERIALISED = {"remat2", "checkpoint"}
-# Their derivative is not that of their contents: it may reach an input that the value does not come from.
-OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call"}
-CALLS = {*WRAPPERS, *REMATERIALISED, *OWN_DERIVATIVE}
-# The numbers of their inputs of the first two kinds.
-LOOPS = {"scan": ("num_consts", "num_carry"), "while": ("cond_nconsts", "body_nconsts")}
 
 
 def tracked(
@@ -123,16 +130,16 @@ def _handed_on(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
         outputs = [NOTHING]
     elif name == "cond":
         # Branches for platforms, not for data, are XLA's to choose: all count.
-        choose = frozenset.union if eqn.params.get("branches_platforms") is not None else choose
-        outputs = [choose(*same) for same in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in eqn.params["branches"]))]
+        choose = frozenset.union if is_for_platforms(eqn) else choose
+        outputs = [choose(*same) for same in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn)))]
     elif name == "scan":
         outputs = _flow_of_scan(eqn, inputs, choose)
     elif name == "while":
-        consts, carry = _parts(eqn, inputs)[1:]
-        rounds, _ = _rounds(lambda carry: _flow(eqn.params["body_jaxpr"].jaxpr, [*consts, *carry], choose), carry)
+        consts, carry = loop_parts(eqn, inputs)[1:]
+        rounds, _ = _rounds(lambda carry: _flow(while_programs(eqn)[1].jaxpr, [*consts, *carry], choose), carry)
         outputs = [choose(*same) for same in zip(*rounds)]  # any number of rounds may be the last
-    elif name in CALLS and len(_body(eqn).jaxpr.invars) == len(inputs):
-        outputs = _flow(_body(eqn).jaxpr, inputs, choose)
+    elif name in CALLS and len(called_program(eqn).jaxpr.invars) == len(inputs):
+        outputs = _flow(called_program(eqn).jaxpr, inputs, choose)
         if name in OWN_DERIVATIVE:
             outputs = [sources | _ignored(eqn, inputs) for sources in outputs]
     else:
@@ -141,8 +148,9 @@ def _handed_on(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
 
 
 def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
-    consts, carry, xs = _parts(eqn, inputs)
-    closed, count, length = eqn.params["jaxpr"], eqn.params["num_carry"], eqn.params["length"]
+    consts, carry, xs = loop_parts(eqn, inputs)
+    closed, options = scan_body(eqn)
+    count, length = len(carry), options["length"]
 
     def body(carry: Sets) -> Sets:
         return _flow(closed.jaxpr, [*consts, *carry, *xs], choose)
@@ -164,7 +172,7 @@ def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]
 
 def _ignored(eqn: JaxprEqn, inputs: Sets) -> Sources:
     """What an equation is given but no output comes from."""
-    return NOTHING.union(*inputs).difference(*_flow(_body(eqn).jaxpr, inputs, frozenset.union))
+    return NOTHING.union(*inputs).difference(*_flow(called_program(eqn).jaxpr, inputs, frozenset.union))
 
 
 ### What is decided at run time
@@ -184,7 +192,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
         possible = _handed_on(eqn, came_from, frozenset.union)
         certain = _handed_on(eqn, came_from, frozenset.intersection)
         if possible == certain:
-            made = _run(jaxpr, eqn, given)
+            made = _run(closed, eqn, given)
         else:
             made, rows = _with_masks(eqn, given, came_from, masks)
             # What the run decides is a mask with a number of its own.
@@ -196,29 +204,28 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
     return [value(atom) for atom in jaxpr.outvars], _read(env, jaxpr.outvars), masks
 
 
-def _run(jaxpr: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+def _run(closed: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Runs one equation as it is, under its own name and place in the source."""
     inputs: dict[Var, Any] = {v: x for v, x in zip(eqn.invars, args) if not isinstance(v, Literal)}
-    alone = Jaxpr((), list(inputs), list(eqn.outvars), [eqn], eqn.effects, jaxpr.debug_info.with_unknown_names())
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*inputs.values())
+    return jaxpr_as_fun(make_program(closed, [eqn], list(inputs), eqn.outvars))(*inputs.values())
 
 
 def _with_masks(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Masked:
     """Runs an equation that decides about use; gives its outputs and their masks."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
     if name == "cond":
-        return jax.lax.switch(args[0], [partial(_call, b, inputs[1:], masks) for b in params["branches"]], *args[1:])
-    if name in LOOPS:
+        return jax.lax.switch(args[0], [partial(_call, b, inputs[1:], masks) for b in branches(eqn)], *args[1:])
+    if name in ("scan", "while"):
         return {"scan": _scan, "while": _while}[name](eqn, args, inputs, masks)
-    inner = partial(_call, _body(eqn), inputs, masks)
+    inner = partial(_call, called_program(eqn), inputs, masks)
     if name in REMATERIALISED:
-        return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(*args)
+        return rematerialised(inner, eqn)(*args)
     if name in OWN_DERIVATIVE:
         # The rule knows nothing of masks, so they are found beside it. That repeats its forward part as far as the
         # choice of a branch depends on it; the rest nobody reads, and XLA drops it.
         _, rows = inner(*(jax.lax.stop_gradient(x) for x in args))
         ignored = _mask(_ignored(eqn, inputs), masks)
-        return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params)), [row | ignored for row in rows]
+        return run_again(eqn, args), [row | ignored for row in rows]
     return inner(*args)
 
 
@@ -229,9 +236,10 @@ def _call(closed: ClosedJaxpr, inputs: Sets, masks: Masks, *args: Any) -> Masked
 
 
 def _scan(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Masked:
-    consts, carry, xs = _parts(eqn, args)
-    of_consts, of_carry, of_xs = _parts(eqn, inputs)
-    closed, count = eqn.params["jaxpr"], eqn.params["num_carry"]
+    consts, carry, xs = loop_parts(eqn, args)
+    of_consts, of_carry, of_xs = loop_parts(eqn, inputs)
+    closed, options = scan_body(eqn)
+    count = len(carry)
 
     def body(state: Any, x: list[Any]) -> Any:
         carry, rows, ever = state
@@ -242,15 +250,14 @@ def _scan(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Mas
         return (values[:count], rows[:count], ever), values[count:]
 
     none = [_row(NOTHING, masks) for _ in closed.jaxpr.outvars[count:]]
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     (carry, rows, ever), ys = jax.lax.scan(body, (carry, [_row(s, masks) for s in of_carry], none), xs, **options)
     return [*carry, *ys], [*rows, *ever]
 
 
 def _while(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Masked:
-    of_test, consts, carry = _parts(eqn, args)
-    _, of_consts, of_carry = _parts(eqn, inputs)
-    closed, test = eqn.params["body_jaxpr"], jaxpr_as_fun(eqn.params["cond_jaxpr"])
+    of_test, consts, carry = loop_parts(eqn, args)
+    _, of_consts, of_carry = loop_parts(eqn, inputs)
+    test, closed = while_programs(eqn)
 
     def body(state: Masked) -> Masked:
         carry, rows = state
@@ -258,7 +265,7 @@ def _while(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Ma
         return _call(closed, [*of_consts, *names], inside, *consts, *carry)
 
     start = (carry, [_row(s, masks) for s in of_carry])
-    return jax.lax.while_loop(lambda state: test(*of_test, *state[0])[0], body, start)
+    return jax.lax.while_loop(lambda state: jaxpr_as_fun(test)(*of_test, *state[0])[0], body, start)
 
 
 def _named(carry: Sequence[Any], rows: list[Array], masks: Masks) -> tuple[Sets, Masks]:
@@ -277,21 +284,6 @@ def _row(sources: Sources, masks: Masks) -> Bool[Array, " n"]:
     """A set as a mask that each replica of a `shard_map` has for itself: branches and rounds must agree on that."""
     nowhere = jnp.asarray(np.zeros_like(masks[0]))
     return _mask(sources, masks) | jax.lax.pcast(nowhere, jax.sharding.get_abstract_mesh().manual_axes, to="varying")
-
-
-### Parts of an equation
-
-
-def _body(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The program that a call wraps."""
-    inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-
-
-def _parts(eqn: JaxprEqn, items: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The inputs of a loop: of `scan` constants, carry and rows; of `while` constants of test and body, and carry."""
-    first, second = (eqn.params[name] for name in LOOPS[eqn.primitive.name])
-    return list(items[:first]), list(items[first : first + second]), list(items[first + second :])
 
 
 def _inexact(var: Any) -> bool:

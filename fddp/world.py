@@ -16,6 +16,7 @@ import jax
 from fddp.compiler import expect_no_gpu
 from fddp.failure import Ending, end_together, poll
 from fddp.group import Group, mesh_group, mpi_group, replica_mesh
+from fddp.jax_internals import coordination_client
 from fddp.launch import Launch, read_launch
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
@@ -210,9 +211,7 @@ def _mpi_ending(comm: Any) -> Ending:
 
 def _service_ending(rank: int, size: int) -> Ending:
     # JAX has no public door to its coordination service, which every process of jax.distributed already talks to.
-    from jax._src.distributed import global_state
-
-    client: Any = global_state.client
+    client = coordination_client()
 
     def told(what: str) -> list[str]:
         try:

@@ -1,0 +1,141 @@
+"""What fddp reads of JAX that no version of it promises: the one place to mend when a new JAX has changed inside.
+
+Elsewhere a program is only inputs, constants, equations and outputs, as `jax.extend.core` names them, and an equation
+its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everything here on the JAX that is installed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
+
+Item = TypeVar("Item")
+
+# Equations that call one program, by the name of their primitive: those that only wrap it,
+WRAPPERS = {"jit", "pjit", "closed_call", "core_call"}
+REMATERIALISED = {"remat2", "checkpoint"}
+# and those whose derivative is not that of their contents: it may reach an input that the value does not come from.
+OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call"}
+CALLS = WRAPPERS | REMATERIALISED | OWN_DERIVATIVE
+
+COLLECTIVES = {
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
+}
+
+
+### Programs
+
+
+def make_program(
+    like: ClosedJaxpr,
+    eqns: Sequence[JaxprEqn],
+    inputs: Sequence[Var],
+    outputs: Sequence[Any],
+    consts: Mapping[Var, Any] | None = None,
+) -> ClosedJaxpr:
+    """Makes a program of equations. Relies on the constructors of programs and on `debug_info.with_unknown_names`.
+
+    Args:
+      like: the program they come from.
+      eqns: the equations, in an order in which they can run.
+      inputs: the variables that its arguments are.
+      outputs: the variables and literals that it returns.
+      consts: the other variables that no equation makes, and their values.
+
+    Returns:
+      The program.
+    """
+    consts = consts or {}
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    names = like.jaxpr.debug_info.with_unknown_names()
+    return ClosedJaxpr(
+        Jaxpr(list(consts), list(inputs), list(outputs), list(eqns), effects, names), list(consts.values())
+    )
+
+
+def new_variable(like: Var) -> Var:
+    """A variable of its own for a value of the same form. Relies on the constructor of variables."""
+    return Var(like.aval)
+
+
+### Equations
+
+
+def acts(eqn: JaxprEqn) -> bool:
+    """Whether an equation does something beside making values: a print, a message. Relies on `effects`."""
+    return bool(eqn.effects)
+
+
+def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """All programs that are parts of an equation. Relies on `jaxprs_in_params`."""
+    return list(jaxprs_in_params(eqn.params))
+
+
+def callbacks(eqn: JaxprEqn) -> list[Any]:
+    """The host's functions that an equation calls. Relies on the parameter `callback`."""
+    return [eqn.params["callback"]] if "callback" in eqn.params else []
+
+
+def called_program(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The program that one of `CALLS` calls. Relies on the parameters `jaxpr` and `call_jaxpr`, open or closed."""
+    inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+
+def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+    """An equation with other arguments, under its own rules. Relies on `bind` and `get_bind_params`."""
+    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+
+
+def rematerialised(f: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
+    """A function as one of `REMATERIALISED` calls its own. Relies on the parameters `prevent_cse` and `policy`."""
+    return jax.checkpoint(f, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+
+
+def branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
+    """The programs of a `cond`, whose first input is the number of the one to run. Relies on `branches`."""
+    return tuple(eqn.params["branches"])
+
+
+def is_for_platforms(eqn: JaxprEqn) -> bool:
+    """Whether a `cond` has branches for platforms, not for data. Relies on the parameter `branches_platforms`."""
+    return eqn.params.get("branches_platforms") is not None
+
+
+def scan_body(eqn: JaxprEqn) -> tuple[ClosedJaxpr, dict[str, Any]]:
+    """The program of a round, and `length`, `reverse`, `unroll` as `jax.lax.scan` takes them. Relies on their names."""
+    return eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+
+def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """The test and the body of a `while`. Relies on the parameters `cond_jaxpr` and `body_jaxpr`."""
+    return eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+
+
+def loop_parts(eqn: JaxprEqn, items: Iterable[Item]) -> tuple[list[Item], list[Item], list[Item]]:
+    """Parts what belongs to the inputs of a loop. Relies on the parameters that count them.
+
+    Args:
+      eqn: a `scan` or a `while`.
+      items: one for each of its inputs.
+
+    Returns:
+      Those of a `scan`'s constants, carry and rows; of a `while`'s constants of the test, constants of the body and
+      carry.
+    """
+    names = {"scan": ("num_consts", "num_carry"), "while": ("cond_nconsts", "body_nconsts")}
+    first, second = (eqn.params[name] for name in names[eqn.primitive.name])
+    items = list(items)
+    return items[:first], items[first : first + second], items[first + second :]
+
+
+### Processes
+
+
+def coordination_client() -> Any:
+    """This process's client of the service that `jax.distributed` started. Relies on `jax._src.distributed`."""
+    from jax._src.distributed import global_state
+
+    return global_state.client

@@ -1,0 +1,300 @@
+"""What fddp reads of JAX's insides is there, in the JAX that is installed: a failure's name ends with its version."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.sharding import PartitionSpec
+from processes import free_port
+
+from fddp import jax_internals as internals
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, params=[jax.__version__], ids="jax-{}".format)
+def on_this_jax() -> None:
+    """Puts the version into each test's name."""
+
+
+def names(jaxpr: Jaxpr) -> set[str]:
+    """Primitives of a program, at any depth."""
+    inside = (names(inner) for eqn in jaxpr.eqns for inner in internals.inner_programs(eqn))
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*inside)
+
+
+def equation(name: str, f: Callable[..., Any], *args: Any) -> JaxprEqn:
+    """The one equation of that name in a function's program."""
+    (found,) = (eqn for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns if eqn.primitive.name == name)
+    return found
+
+
+def shapes(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Of variables and literals."""
+    return [value.aval.shape for value in values]
+
+
+### Programs
+
+
+def test_a_program_made_of_equations_runs_them_on_its_inputs_and_constants():
+    table = np.arange(3.0)
+    closed = jax.make_jaxpr(lambda x, y: (jnp.sin(x) * table, y))(jnp.ones(3), 2.0)
+    jaxpr = closed.jaxpr
+    consts = dict(zip(jaxpr.constvars, closed.consts))
+    x, y = jaxpr.invars
+    made = internals.make_program(closed, jaxpr.eqns, [y, x], [y, jaxpr.outvars[0]], consts)
+    assert (len(made.jaxpr.invars), len(made.jaxpr.eqns)) == (2, len(jaxpr.eqns))
+    kept, product = jaxpr_as_fun(made)(5.0, jnp.ones(3))
+    assert kept == 5
+    np.testing.assert_allclose(product, np.sin(1) * table, rtol=1e-6)
+    alone = internals.make_program(closed, [], [x], [x])
+    assert jaxpr_as_fun(alone)(jnp.ones(3))[0].tolist() == [1, 1, 1]
+
+
+def test_what_a_program_of_equations_does_it_still_does():
+    said = []
+    closed = jax.make_jaxpr(lambda x: jax.debug.callback(lambda x: said.append(float(x)), x))(1.0)
+    made = internals.make_program(closed, closed.jaxpr.eqns, closed.jaxpr.invars, [])
+    jax.jit(jaxpr_as_fun(made))(3.0)
+    jax.effects_barrier()
+    assert said == [3]
+
+
+def test_a_new_variable_has_the_form_of_the_old_one_and_is_another():
+    old = jax.make_jaxpr(jnp.sin)(jnp.ones((2, 3))).jaxpr.invars[0]
+    new = internals.new_variable(old)
+    assert new is not old and new != old
+    assert new.aval == old.aval
+
+
+### Equations
+
+
+def test_a_print_acts_and_a_product_does_not():
+    assert internals.acts(equation("debug_print", lambda x: jax.debug.print("{}", x), 1.0))
+    assert not internals.acts(equation("mul", lambda x: 2 * x, 1.0))
+
+
+def test_the_host_s_functions_that_an_equation_calls_are_its_own():
+    def called(f: Callable[[Any], Any]) -> list[Any]:
+        form = jax.ShapeDtypeStruct((), jnp.float32)
+        return internals.callbacks(equation("pure_callback", lambda x: jax.pure_callback(f, form, x), 1.0))
+
+    (first,), (second,) = called(lambda x: x), called(lambda x: x + 1)
+    assert first != second
+    assert internals.callbacks(equation("sin", jnp.sin, 1.0)) == []
+
+
+@jax.custom_jvp
+def slope_five(x: Any) -> Any:
+    return 3 * x
+
+
+slope_five.defjvps(lambda tangent, out, x: 5 * tangent)
+
+
+@jax.custom_vjp
+def slope_seven(x: Any) -> Any:
+    return 3 * x
+
+
+slope_seven.defvjp(lambda x: (3 * x, None), lambda _, g: (7 * g,))
+
+CALLS = {
+    "jit": (jax.jit(lambda x: 3 * x), internals.WRAPPERS),
+    "checkpoint": (jax.checkpoint(lambda x: 3 * x), internals.REMATERIALISED),
+    "custom_jvp": (slope_five, internals.OWN_DERIVATIVE),
+    "custom_vjp": (slope_seven, internals.OWN_DERIVATIVE),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_call_is_known_by_its_name_and_holds_its_program(kind):
+    f, kinds = CALLS[kind]
+    (eqn,) = jax.make_jaxpr(lambda x: f(x))(1.0).jaxpr.eqns
+    assert eqn.primitive.name in kinds & internals.CALLS
+    assert jaxpr_as_fun(internals.called_program(eqn))(2.0) == [6]
+    assert names(internals.called_program(eqn).jaxpr) == {"mul"}
+    assert [names(inner) for inner in internals.inner_programs(eqn)] == [{"mul"}]
+
+
+@pytest.mark.parametrize(("kind", "slope"), [("custom_jvp", 5), ("custom_vjp", 7), ("jit", 3)])
+def test_an_equation_that_is_run_again_keeps_its_own_derivative(kind, slope):
+    (eqn,) = jax.make_jaxpr(lambda x: CALLS[kind][0](x))(1.0).jaxpr.eqns
+    value, gradient = jax.value_and_grad(lambda x: internals.run_again(eqn, [x])[0])(2.0)
+    assert (value, gradient) == (6, slope)
+
+
+def test_what_is_rematerialised_like_an_equation_has_its_policy():
+    policy = jax.checkpoint_policies.everything_saveable
+    (eqn,) = jax.make_jaxpr(jax.checkpoint(jnp.sin, policy=policy, prevent_cse=False))(1.0).jaxpr.eqns
+    (again,) = jax.make_jaxpr(internals.rematerialised(jnp.cos, eqn))(1.0).jaxpr.eqns
+    assert again.primitive == eqn.primitive
+    assert {key: again.params[key] for key in ("policy", "prevent_cse")} == {"policy": policy, "prevent_cse": False}
+
+
+def test_branches_are_in_the_order_of_their_numbers_and_come_before_their_inputs():
+    def chosen(i: Any, x: Any) -> Any:
+        return jax.lax.switch(i, [lambda x: x + 10, lambda x: x + 20, lambda x: x + 30], x)
+
+    eqn = equation("cond", chosen, 1, 2.0)
+    assert len(eqn.invars) == 2
+    assert [jaxpr_as_fun(branch)(2.0) for branch in internals.branches(eqn)] == [[12], [22], [32]]
+
+
+def test_branches_for_platforms_are_told_from_branches_for_data():
+    def by_platform(x: Any) -> Any:
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    assert internals.is_for_platforms(equation("cond", by_platform, 1.0))
+    assert not internals.is_for_platforms(equation("cond", lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 1.0))
+
+
+def scanned(a: Any, rows: Any) -> Any:
+    """A scan with one constant, a carry of two and rows of one; its rounds make three."""
+
+    def body(carry: Any, row: Any) -> Any:
+        total, count = carry
+        return (total * a + row, count + 1), (total, 2 * row, count)
+
+    return jax.lax.scan(body, (jnp.ones(2), 0), rows, reverse=True, unroll=2)
+
+
+ROWS = jnp.arange(10.0).reshape(5, 2)
+
+
+def test_the_inputs_of_a_scan_are_constants_carry_and_rows():
+    eqn = equation("scan", scanned, 2.0, ROWS)
+    assert internals.loop_parts(eqn, shapes(eqn.invars)) == ([()], [(2,), ()], [(5, 2)])
+
+
+def test_the_inputs_of_a_while_are_constants_of_test_and_body_and_its_carry():
+    def looped(last: Any, x: Any, y: Any) -> Any:
+        return jax.lax.while_loop(lambda s: s[1] < last, lambda s: (s[0] * x + y, s[1] + 1), (jnp.ones(2), 0))
+
+    eqn = equation("while", looped, 3, 2.0, jnp.ones(2))
+    of_test, of_body, carry = internals.loop_parts(eqn, shapes(eqn.invars))
+    assert (of_test, sorted(of_body), carry) == ([()], [(), (2,)], [(2,), ()])
+    test, body = internals.while_programs(eqn)
+    assert jaxpr_as_fun(test)(3, jnp.ones(2), 2) == [True]
+    assert jaxpr_as_fun(test)(3, jnp.ones(2), 3) == [False]
+    assert len(jaxpr_as_fun(body)(*map(jnp.ones, of_body), jnp.ones(2), 2)) == 2
+
+
+def scans(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The scans of a program, at any depth."""
+    inside = (eqn for outer in jaxpr.eqns for inner in internals.inner_programs(outer) for eqn in scans(inner))
+    return [*(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"), *inside]
+
+
+def summed(a: Any) -> Any:
+    (total, _), (made, *_) = scanned(a, ROWS)
+    return jnp.sum(total) + jnp.sum(made)
+
+
+CHANGED = {
+    "grad": jax.grad(summed),
+    "vmap": lambda a: jax.vmap(jax.grad(summed))(jnp.stack([a, a])),
+    "checkpoint": jax.grad(jax.checkpoint(summed)),
+    "jvp": lambda a: jax.jvp(summed, (a,), (a,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_scan_that_jax_has_changed_still_tells_what_its_inputs_are(change):
+    found = scans(jax.make_jaxpr(CHANGED[change])(2.0).jaxpr)
+    assert found
+    for eqn in found:
+        consts, carry, rows = internals.loop_parts(eqn, shapes(eqn.invars))
+        body, options = internals.scan_body(eqn)
+        inputs, outputs = map(shapes, (body.jaxpr.invars, body.jaxpr.outvars))
+        # A body gets a row of the rows, and gives back the carry that it was given.
+        assert [*consts, *carry, *(shape[1:] for shape in rows)] == inputs
+        assert {shape[0] for shape in rows} <= {options["length"]}
+        assert carry == outputs[: len(carry)]
+
+
+def test_a_scan_is_made_again_from_its_body_and_its_options():
+    eqn = equation("scan", scanned, 2.0, ROWS)
+    consts, carry, rows = internals.loop_parts(eqn, [2.0, jnp.ones(2), 0, ROWS])
+    body, options = internals.scan_body(eqn)
+    assert options == {"length": 5, "reverse": True, "unroll": 2}
+
+    def again(state: Any, row: Any) -> Any:
+        made = jaxpr_as_fun(body)(*consts, *state, *row)
+        return made[: len(carry)], made[len(carry) :]
+
+    ends, outputs = jax.lax.scan(again, carry, rows, **options)
+    for got, want in zip([*ends, *outputs], jax.tree.leaves(scanned(2.0, ROWS)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+COLLECTIVES = {
+    "psum": lambda x: jax.lax.psum(x, "replica"),
+    "pmean": lambda x: jax.lax.pmean(x, "replica"),
+    "pmax": lambda x: jax.lax.pmax(x, "replica"),
+    "pmin": lambda x: jax.lax.pmin(x, "replica"),
+    "ppermute": lambda x: jax.lax.ppermute(x, "replica", [(0, 1), (1, 0)]),
+    "all_gather": lambda x: jax.lax.all_gather(x, "replica"),
+    "all_to_all": lambda x: jax.lax.all_to_all(x, "replica", 0, 0),
+    "psum_scatter": lambda x: jax.lax.psum_scatter(x, "replica"),
+}
+
+
+def over_replicas(f: Callable[[Any], Any], check_vma: bool) -> set[str]:
+    """Primitives of a function of one of two replicas."""
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "replica"), PartitionSpec("replica")
+    spread = jax.shard_map(lambda x: x + jnp.sum(f(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return names(jax.make_jaxpr(spread)(jnp.ones(4)).jaxpr)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_collective_is_known_by_its_name(kind, check_vma):
+    assert over_replicas(COLLECTIVES[kind], check_vma) & internals.COLLECTIVES
+    assert not over_replicas(jnp.sin, check_vma) & internals.COLLECTIVES
+
+
+def test_the_sum_that_jax_itself_makes_of_gradients_is_a_collective():
+    def gradient(x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(w * x))(1.0)
+
+    assert over_replicas(gradient, check_vma=True) & internals.COLLECTIVES
+    assert not over_replicas(gradient, check_vma=False) & internals.COLLECTIVES
+
+
+### Processes
+
+
+def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
+    run_python(f"""
+        import jax
+        from fddp.jax_internals import coordination_client
+
+        assert coordination_client() is None
+        jax.distributed.initialize("127.0.0.1:{free_port()}", 1, 0)
+        client = coordination_client()
+        client.key_value_set("fddp/told/0", "first", allow_overwrite=True)
+        client.key_value_set("fddp/told/0", "second", allow_overwrite=True)
+        ((_, message),) = client.key_value_dir_get("fddp/told/")
+        assert message == "second", message
+        jax.distributed.shutdown()
+    """)
+
+
+def run_python(script: str) -> None:
+    """Runs a script in a process of its own, for which warnings are errors."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
