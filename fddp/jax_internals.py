@@ -125,8 +125,11 @@ def loop_parts(eqn: JaxprEqn, items: Iterable[Item]) -> tuple[list[Item], list[I
       Those of a `scan`'s constants, carry and rows; of a `while`'s constants of the test, constants of the body and
       carry.
     """
-    names = {"scan": ("num_consts", "num_carry"), "while": ("cond_nconsts", "body_nconsts")}
-    first, second = (eqn.params[name] for name in names[eqn.primitive.name])
+    if "ft_in" in eqn.params:  # a scan's, since 0.11: a tree of constants, one of carry and one of rows
+        first, second, _ = map(len, eqn.params["ft_in"].unpack())
+    else:
+        names = {"scan": ("num_consts", "num_carry"), "while": ("cond_nconsts", "body_nconsts")}
+        first, second = (eqn.params[name] for name in names[eqn.primitive.name])
     items = list(items)
     return items[:first], items[first : first + second], items[first + second :]
 
