@@ -4,8 +4,10 @@ Elsewhere a program is only inputs, constants, equations and outputs, as `jax.ex
 its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everything here on the JAX that is installed.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
@@ -142,3 +144,47 @@ def coordination_client() -> Any:
     from jax._src.distributed import global_state
 
     return global_state.client
+
+
+### Profiles
+
+
+class Event(NamedTuple):
+    """Something that the profiler saw."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+    stats: dict[str, Any]
+    """What else is told of it."""
+
+
+class Plane(NamedTuple):
+    """Where events happened: the host, or an accelerator."""
+
+    name: str
+    events: tuple[Event, ...]
+
+
+def read_profile(path: str | Path) -> tuple[Plane, ...]:
+    """Reads the file that `jax.profiler.trace` has written. Relies on the attributes of planes, lines and events.
+
+    jaxlib 0.11 makes the type of an event's stats when it first needs it, and leaves its module out. Of that Python
+    3.12 warns, and where warnings are errors jaxlib ends the process: this one must be none.
+
+    Args:
+      path: the file, `*.xplane.pb`.
+
+    Returns:
+      Its planes.
+    """
+
+    def event(seen: Any) -> Event:
+        return Event(seen.name, seen.start_ns, seen.duration_ns, dict(seen.stats))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute", DeprecationWarning)
+        return tuple(
+            Plane(plane.name, tuple(event(seen) for line in plane.lines for seen in line.events))
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from fddp.jax_internals import Event, Plane, read_profile
 from fddp.timeline import Span, Timeline
 
 STEP = "fddp step"
@@ -38,16 +39,16 @@ def profiled(run: Callable[[Any], Any], batches: Iterable[Any]) -> tuple[tuple[t
                 with jax.profiler.TraceAnnotation(STEP):
                     jax.block_until_ready(run(batch))
         (path,) = Path(folder).rglob("*.xplane.pb")
-        return read_steps(jax.profiler.ProfileData.from_file(str(path)).planes)
+        return read_steps(read_profile(path))
 
 
-def read_steps(planes: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
+def read_steps(planes: Iterable[Plane]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
     """Finds the steps in a profile.
 
     An accelerator has a plane of its own; what CPU devices do is on the host's plane, told apart by their ordinals.
 
     Args:
-      planes: of a `jax.profiler.ProfileData`.
+      planes: of the profile.
 
     Returns:
       As for `profiled`.
@@ -55,13 +56,13 @@ def read_steps(planes: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeli
     windows: list[tuple[float, float]] = []
     spans: dict[tuple[bool, str], list[Span]] = {}
     for plane in planes:
-        for event in (event for line in plane.lines for event in line.events if event.duration_ns > 0):
+        for event in (event for event in plane.events if event.duration_ns > 0):
             if event.name == STEP:
                 windows.append(_times(event))
-            elif "hlo_op" in (stats := dict(event.stats)) and not CONTAINER.match(event.name):
+            elif "hlo_op" in event.stats and not CONTAINER.match(event.name):
                 on_host = not plane.name.startswith("/device:")
-                device = str(stats.get("device_ordinal", 0)) if on_host else plane.name
-                spans.setdefault((on_host, device), []).append(_span(event, str(stats["hlo_op"])))
+                device = str(event.stats.get("device_ordinal", 0)) if on_host else plane.name
+                spans.setdefault((on_host, device), []).append(_span(event, str(event.stats["hlo_op"])))
     mine = sorted(spans[min(spans)], key=lambda span: span.start) if spans else []
     return tuple(
         ((start, end), Timeline(tuple(span for span in mine if start <= span.start < end)))
@@ -69,10 +70,10 @@ def read_steps(planes: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeli
     )
 
 
-def _span(event: Any, operation: str) -> Span:
+def _span(event: Event, operation: str) -> Span:
     sent = COLLECTIVE.search(event.name) or COLLECTIVE.search(operation)
     return Span("communication" if sent else "compute", operation, *_times(event))
 
 
-def _times(event: Any) -> tuple[float, float]:
+def _times(event: Event) -> tuple[float, float]:
     return event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9

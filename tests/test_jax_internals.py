@@ -292,6 +292,31 @@ def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
     """)
 
 
+### Profiles
+
+
+def test_a_profile_is_read_where_warnings_are_errors(tmp_path):
+    run_python(f"""
+        from pathlib import Path
+
+        import jax, jax.numpy as jnp
+        from fddp.jax_internals import read_profile
+
+        f, x = jax.jit(lambda x: jnp.sum(x @ x)), jnp.ones((64, 64))
+        with jax.profiler.trace({str(tmp_path)!r}):
+            with jax.profiler.TraceAnnotation("a step"):
+                jax.block_until_ready(f(x))
+        (path,) = Path({str(tmp_path)!r}).rglob("*.xplane.pb")
+        planes = read_profile(path)
+        events = [event for plane in planes for event in plane.events]
+        assert any(plane.name.startswith("/host:") for plane in planes), planes
+        (step,) = (event for event in events if event.name == "a step")
+        assert step.duration_ns > 0
+        inside = [event for event in events if "hlo_op" in event.stats]
+        assert inside and all(0 <= event.start_ns - step.start_ns < step.duration_ns for event in inside)
+    """)
+
+
 def run_python(script: str) -> None:
     """Runs a script in a process of its own, for which warnings are errors."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]

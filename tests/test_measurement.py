@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import optax
 import pytest
 
 import fddp
+from fddp.jax_internals import Event, Plane
 from fddp.measurement import MeasuredStep, Measurement
 from fddp.profile import COLLECTIVE, read_steps
 from fddp.timeline import Span, Timeline
@@ -105,12 +105,9 @@ def test_the_picture_is_a_png(tmp_path):
 ### In a profile
 
 
-def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> SimpleNamespace:
+def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> Plane:
     """A plane of a profile: events by name, start and end in seconds, and stats."""
-    made = [
-        SimpleNamespace(name=n, start_ns=1e9 * a, duration_ns=1e9 * (b - a), stats=s.items()) for n, a, b, s in events
-    ]
-    return SimpleNamespace(name=name, lines=[SimpleNamespace(events=made)])
+    return Plane(name, tuple(Event(n, 1e9 * a, 1e9 * (b - a), s) for n, a, b, s in events))
 
 
 def op(name: str, device: int = 0) -> dict[str, Any]:
