@@ -56,7 +56,7 @@ class Reducer:
         self.where: Any = None
         """A tree like the state: where the parts of each array lie, if a replica is several devices."""
         self._runner: Runner | None = None
-        self._hold: Callable[..., Any] = refuse_tracers
+        self._hold: Any = None
         """What adds a batch to what is pending; with the runner, the first batch settles it."""
         self._compared = False
         """Whether the ranks' compiled programs are known to send the same."""
