@@ -1,7 +1,8 @@
 """Flax modules as pure losses, for both of Flax's APIs.
 
 In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone; what
-comes back takes parameters, buffers and random keys as arguments, which is the form `train_step` wants.
+comes back takes parameters, buffers and random keys as arguments, which is the form `train_step` wants. The way back
+is `module(state)`: a model again, in memory that no later step reuses.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple, cast
 
 import flax.linen
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fddp.objective import Weighted
+from fddp.state import TrainState
 
 LossOf = Callable[[Any, Any], Any]
 
@@ -23,6 +26,9 @@ class Linen(NamedTuple):
     """For `train_step`: with `model_state=` where `init` gave one, `rng=` where the module draws random numbers."""
     init: Callable[[Any, Any], tuple[Any, Any]]
     """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without buffers."""
+    module: Callable[[TrainState], flax.linen.Module]
+    """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it, or read its
+    `.variables`."""
 
 
 class Nnx(NamedTuple):
@@ -33,6 +39,9 @@ class Nnx(NamedTuple):
     params: Any
     model_state: Any
     """None for modules without buffers."""
+    module: Callable[[TrainState], nnx.Module]
+    """`module(state)`: a module of its own with a copy of the state's parameters and buffers, and random streams as
+    `from_nnx` found them; to evaluate, or to save."""
 
 
 def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] = ("dropout",)) -> Linen:
@@ -44,7 +53,7 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
       rngs: names of the random streams that the step's key is given to.
 
     Returns:
-      `Linen(loss_fn, init)`.
+      `Linen(loss_fn, init, module)`.
 
     Example:
       >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -53,6 +62,8 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
       >>> params, model_state = linen.init(jax.random.key(0), batch)
       >>> step = fddp.train_step(linen.loss_fn, optax.sgd(0.1))
       >>> state, info = step(step.init(params, model_state=model_state), batch)
+      >>> linen.module(state)(batch).shape
+      (8, 1)
     """
 
     def init(rng: Any, batch: Any) -> tuple[Any, Any]:
@@ -67,7 +78,11 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
         value = run({"params": params, **state}, batch, rngs=streams)
         return _with_state(*value) if state else value
 
-    return Linen(loss_fn, init)
+    def back(state: TrainState) -> flax.linen.Module:
+        params, buffers = _copied((state.params, state.model_state))
+        return module.bind({"params": params, **(buffers or {})})
+
+    return Linen(loss_fn, init, back)
 
 
 def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
@@ -78,8 +93,8 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
       loss: `loss(model, batch)` → loss or (loss, aux), as for `nnx.value_and_grad`.
 
     Returns:
-      `Nnx(loss_fn, params, model_state)`: plain trees of the `nnx.Param`s, and of all other variables but random
-      streams, which are made anew from the step's key.
+      `Nnx(loss_fn, params, model_state, module)`: plain trees of the `nnx.Param`s, and of all other variables but
+      random streams, which are made anew from the step's key; and the way back.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -87,6 +102,8 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
       >>> net = fddp.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch) ** 2))
       >>> step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
       >>> state, info = step(step.init(net.params, model_state=net.model_state), jnp.ones((8, 3)))
+      >>> net.module(state)(jnp.ones((8, 3))).shape
+      (8, 1)
     """
     graphdef, params, streams, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
     model_state = nnx.to_pure_dict(buffers) or None
@@ -101,7 +118,11 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
         *_, buffers_now = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return _with_state(value, nnx.to_pure_dict(cast(nnx.State, buffers_now)))
 
-    return Nnx(loss_fn, nnx.to_pure_dict(params), model_state)
+    def back(state: TrainState) -> nnx.Module:
+        given, buffers_now = _copied((state.params, state.model_state))
+        return nnx.merge(graphdef, _filled(params, given), _copied(streams), _filled(_copied(buffers), buffers_now))
+
+    return Nnx(loss_fn, nnx.to_pure_dict(params), model_state, back)
 
 
 def _with_state(value: Any, model_state: Any) -> Any:
@@ -109,6 +130,14 @@ def _with_state(value: Any, model_state: Any) -> Any:
     has_aux = isinstance(value, tuple) and not isinstance(value, Weighted)
     loss, aux = value if has_aux else (value, None)
     return loss, (model_state, aux)
+
+
+def _copied(tree: Any) -> Any:
+    """Equal values in memory of their own: on one device where this process has the whole of each, else as they lie."""
+    tree = jax.tree.map(jnp.asarray, tree)
+    if all(x.is_fully_replicated for x in jax.tree.leaves(tree)):
+        tree = jax.tree.map(lambda x: x.addressable_data(0), tree)
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(tree)
 
 
 def _filled(state: Any, values: Any) -> Any:

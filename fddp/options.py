@@ -57,7 +57,8 @@ class Options:
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
         picks.
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
-        even if the step fails.
+        even if the step fails: what else holds its arrays then finds that they have been deleted. Copy before what is
+        to stay (a Flax module is got by `from_nnx(…).module(state)`), or give False.
 
     Raises:
       ValueError: a value out of its range; the message says which and what to give.

@@ -10,7 +10,11 @@ from fddp.objective import Pending
 
 class TrainState(NamedTuple):
     """All that a step carries on: a pytree, equal on all replicas but for `hook_state`, `accumulated`, and buffers that
-    are not broadcast."""
+    are not broadcast.
+
+    A step writes the next state where the one that it is given lies, unless it has `donate=False`: whatever else still
+    holds arrays of that state (a Flax module, say) then holds deleted ones, and has to copy them before.
+    """
 
     step: Int[Array, ""]
     """Synchronized steps so far."""

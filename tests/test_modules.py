@@ -1,0 +1,125 @@
+"""Flax modules become losses and come back as modules: `fddp.from_linen`, `fddp.from_nnx`."""
+
+from typing import Any
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fddp
+from models.tensor_parallel import two_axes
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """A layer, a norm with running averages, and noise."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.noise = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.noise(self.norm(self.layer(x)))
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        return linen.BatchNorm(not train, name="norm")(linen.Dense(4, name="layer")(x))
+
+
+def with_nnx(group: fddp.Group, **options: Any) -> tuple[Any, fddp.TrainStep, fddp.TrainState]:
+    net = fddp.from_nnx(Net(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1) ** 2))
+    step = fddp.train_step(net.loss_fn, optax.adam(0.1), group=group, **options)
+    return net, step, step.init(net.params, model_state=net.model_state, rng=jax.random.key(1))
+
+
+def with_linen(group: fddp.Group, **options: Any) -> tuple[Any, fddp.TrainStep, fddp.TrainState]:
+    net = fddp.from_linen(Linen(), lambda model, x: jnp.mean((model(x, train=True) - 1) ** 2))
+    params, model_state = net.init(jax.random.key(0), X)
+    step = fddp.train_step(net.loss_fn, optax.adam(0.1), group=group, **options)
+    return net, step, step.init(params, model_state=model_state)
+
+
+def by_hand(params: Any, buffers: Any) -> np.ndarray:
+    """What either net makes of X, outside training."""
+    x = X @ params["layer"]["kernel"] + params["layer"]["bias"]
+    x = (x - buffers["mean"]) / np.sqrt(buffers["var"] + 1e-5)
+    return x * params["norm"]["scale"] + params["norm"]["bias"]
+
+
+def on_host(tree: Any) -> Any:
+    return jax.tree.map(np.array, tree)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("schedule", ["fused", "staged"])
+def test_a_state_becomes_an_nnx_module_that_later_steps_leave_alone(group, size, schedule):
+    net, step, state = with_nnx(group(size), schedule=schedule)
+    state, _ = step(state, X)
+    model = net.module(state)
+    want = by_hand(on_host(state.params), on_host(state.model_state)["norm"])
+    state, _ = step(state, X)
+    assert isinstance(model, Net) and {len(x.devices()) for x in jax.tree.leaves(nnx.state(model))} == {1}
+    model.eval()
+    np.testing.assert_allclose(model(X), want, rtol=1e-4, atol=1e-5)
+    want = by_hand(on_host(state.params), on_host(state.model_state)["norm"])
+    later = net.module(state)
+    later.eval()
+    np.testing.assert_allclose(later(X), want, rtol=1e-4, atol=1e-5)
+
+
+def test_modules_of_one_state_are_independent_and_can_train_on(group):
+    net, _, state = with_nnx(group(2))
+    a, b = net.module(state), net.module(state)
+    before = on_host(nnx.state(b, nnx.Not(nnx.RngKey)))
+    first, second = a(X), a(X)  # in training: draws numbers, moves averages
+    assert not np.array_equal(first, second)
+    jax.tree.map(np.testing.assert_array_equal, on_host(nnx.state(b, nnx.Not(nnx.RngKey))), before)
+    np.testing.assert_array_equal(b(X), first)
+    np.testing.assert_array_equal(state.model_state["norm"]["mean"], 0)
+
+
+def test_a_state_becomes_a_bound_linen_module_that_later_steps_leave_alone(group):
+    net, step, state = with_linen(group(4))
+    state, _ = step(state, X)
+    model = net.module(state)
+    want = by_hand(on_host(state.params), on_host(state.model_state)["batch_stats"]["norm"])
+    step(state, X)
+    np.testing.assert_allclose(model(X), want, rtol=1e-4, atol=1e-5)
+    assert jax.tree.structure(model.variables) == jax.tree.structure({"params": state.params, **state.model_state})
+
+
+def test_modules_without_buffers_come_back_too(group):
+    net = fddp.from_linen(linen.Dense(1), lambda model, x: jnp.mean(model(x) ** 2))
+    params, model_state = net.init(jax.random.key(0), X)
+    state = fddp.train_step(net.loss_fn, optax.sgd(0.1), group=group(2)).init(params)
+    np.testing.assert_allclose(net.module(state)(X), X @ params["kernel"] + params["bias"], rtol=1e-5)
+    assert model_state is None
+    module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    net = fddp.from_nnx(module, lambda model, x: jnp.mean(model(x) ** 2))
+    state = fddp.train_step(net.loss_fn, optax.sgd(0.1), group=group(2)).init(net.params)
+    np.testing.assert_allclose(net.module(state)(X), module(jnp.asarray(X)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [with_nnx, with_linen])
+def test_what_lies_in_parts_stays_in_parts(make):
+    mesh = two_axes(2, 2)
+    net, _, state = make(fddp.mesh_group(mesh))
+    halves = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names[1]))
+    kernel = jax.device_put(state.params["layer"]["kernel"], halves)
+    state = state._replace(params=state.params | {"layer": state.params["layer"] | {"kernel": kernel}})
+    model = net.module(state)
+    variables = jax.tree.leaves(nnx.state(model)) if make is with_nnx else jax.tree.leaves(model.variables)
+    assert [x.sharding for x in variables if x.shape == (3, 4)] == [halves]
+    if make is with_nnx:
+        model.eval()
+    buffers = state.model_state if make is with_nnx else state.model_state["batch_stats"]
+    np.testing.assert_allclose(model(X), by_hand(on_host(state.params), on_host(buffers["norm"])), rtol=1e-4, atol=1e-5)
