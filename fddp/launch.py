@@ -22,6 +22,8 @@ class Launch:
     """Its number among the processes of its host; None if the launcher does not say."""
     coordinator: str | None = None
     """host:port at which rank 0 can be met; None if the launcher does not say."""
+    pmi: str | None = None
+    """What srun's --mpi says, 'pmi2' for one; None if it offers MPI nothing."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -44,8 +46,9 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       env: environment variables, as `os.environ`.
 
     Returns:
-      What the first of these says: `FDDP_RANK, FDDP_SIZE`; Open MPI; MPICH's Hydra (PMI); Slurm's srun. A process
-      that nobody speaks of is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's place.
+      What the first of these says: `FDDP_RANK, FDDP_SIZE`; Open MPI; MPICH's Hydra (PMI); Slurm's srun, whatever its
+      --mpi. A process that nobody speaks of is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's
+      place.
 
     Raises:
       ValueError: variables are incomplete or contradict each other.
@@ -87,7 +90,9 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
-    if "PMI_RANK" not in env:
+    # Tasks of srun --mpi=pmi2 have a PMI_RANK too. Only Hydra numbers the ranks of a host, and it does so inside a step
+    # of Slurm's as well: there it starts its proxies with srun.
+    if "PMI_RANK" not in env or ("SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env):
         return None
     return Launch(
         "Hydra",
@@ -109,6 +114,7 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         size=_integer(env, "SLURM_STEP_NUM_TASKS"),
         local_rank=_integer(env, "SLURM_LOCALID"),
         coordinator=f"{_first_host(_text(env, 'SLURM_STEP_NODELIST'))}:{port}",
+        pmi=None if env.get("SLURM_MPI_TYPE") == "none" else env.get("SLURM_MPI_TYPE"),
     )
 
 

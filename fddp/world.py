@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def init(
     Args:
       backend: "nccl" (GPUs), "gloo" (CPUs), "mpi" (mpi4jax) or "local" (the devices of this process). None: nccl
         where there are GPUs and several processes; under mpirun mpi if mpi4jax is installed, else gloo; gloo for
-        other processes that were started together; local for one.
+        other processes that were started together, by srun say; local for one.
       rank: this process; with `size`, wins over what the launcher says.
       size: number of processes.
       coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
@@ -105,7 +106,29 @@ def _pick(launch: Launch) -> str:
         return "local"
     if _has_gpus():
         return "nccl"
-    return "mpi" if launch.by_mpi and importlib.util.find_spec("mpi4jax") else "gloo"
+    if importlib.util.find_spec("mpi4jax") is None:
+        return "gloo"
+    if launch.pmi:
+        # MPI_Init cannot be tried: an MPI that does not speak this PMI ends the process there (Open MPI without PMIx,
+        # MPICH under PMIx), and MPICH's UCX sends Slurm's pmi2 longer lines than it reads.
+        _say(launch, f"srun --mpi={launch.pmi}: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there.")
+    if not launch.by_mpi:
+        return "gloo"
+    if launch.coordinator and (size := _mpi_size()) != launch.size:  # ranks who know where to meet need no MPI
+        _say(launch, f"{launch.launcher} says {launch.size} ranks, MPI {size}: backend 'gloo'.")
+        return "gloo"
+    return "mpi"
+
+
+def _mpi_size() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+def _say(launch: Launch, line: str) -> None:
+    if launch.rank == 0:
+        print(f"fddp: {line}", file=sys.stderr, flush=True)
 
 
 def _has_gpus() -> bool:

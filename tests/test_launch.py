@@ -13,6 +13,44 @@ JOB = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLU
 STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[007-012,040],login"}
 SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
 
+# What Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 really set on rank 1 of two nodes, as far as it is of interest.
+SRUN = {
+    "SLURM_JOB_ID": "6",
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+SRUN_PMI2 = SRUN | {
+    "SLURM_MPI_TYPE": "pmi2",
+    "PMI_FD": "11",
+    "PMI_JOBID": "6.2",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+SRUN_PMIX = SRUN | {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.6.2"}
+# mpiexec inside sbatch -N2 -n2: its proxies are tasks of a step, one a node.
+HYDRA_IN_SBATCH = SRUN | {
+    "PMI_FD": "5",
+    "PMI_HOSTNAME": "n2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+# The same where the job's script has said SLURM_MPI_TYPE=pmi2, for Slurm the default of srun --mpi.
+HYDRA_IN_SBATCH_PMI2 = HYDRA_IN_SBATCH | {"SLURM_MPI_TYPE": "pmi2", "PMI_JOBID": "6.2"}
+OPEN_MPI_IN_SBATCH = SRUN | {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "PMIX_RANK": "1",
+}
+MET = f"n1:{6 + 61440}"
+
 
 @pytest.mark.parametrize(
     ("env", "launch"),
@@ -26,8 +64,15 @@ SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
         (HYDRA, Launch("Hydra", 5, 8, 1)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("Hydra", 0, 2)),
         (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{123456 % 4096 + 61440}")),
+        (SRUN, Launch("Slurm", 1, 2, 0, MET)),
+        (SRUN | {"SLURM_MPI_TYPE": "none"}, Launch("Slurm", 1, 2, 0, MET)),
+        (SRUN_PMI2, Launch("Slurm", 1, 2, 0, MET, "pmi2")),
+        (SRUN_PMIX, Launch("Slurm", 1, 2, 0, MET, "pmix")),
+        (HYDRA_IN_SBATCH, Launch("Hydra", 3, 4, 1)),
+        (HYDRA_IN_SBATCH_PMI2, Launch("Hydra", 3, 4, 1)),
+        (OPEN_MPI_IN_SBATCH, Launch("Open MPI", 1, 2, 0)),
     ],
-    ids=["nobody", "others", "explicit", "explicit, one", "explicit, local", "ompi", "hydra", "pmi", "slurm"],
+    ids=str,
 )
 def test_a_launcher_is_read_for_what_it_says(env, launch):
     assert read_launch(env) == launch

@@ -94,6 +94,22 @@ def test_under_mpiexec_gloo_needs_no_coordinator(tmp_path: Path):
     assert joined(tmp_path, "mpi", "gloo") == [f"gloo {rank} of 2, 2 replicas, 0.5" for rank in range(2)]
 
 
+def test_under_srun_gloo_is_picked_whatever_pmi_it_offers_and_rank_0_says_so(tmp_path: Path):
+    said = "fddp: srun --mpi=pmi2: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there."
+    first, second = joined(tmp_path, "gloo", "srun", free_port())
+    assert first.splitlines() == ["gloo 0 of 2, 2 replicas, 0.5", said]
+    assert second == "gloo 1 of 2, 2 replicas, 0.5"
+
+
+def test_where_mpi_knows_fewer_ranks_those_who_know_their_coordinator_take_gloo(tmp_path: Path):
+    first, second = joined(tmp_path, "gloo", "other mpi")
+    assert first.splitlines() == [
+        "gloo 0 of 2, 2 replicas, 0.5",
+        "fddp: Open MPI says 2 ranks, MPI 1: backend 'gloo'.",
+    ]
+    assert second == "gloo 1 of 2, 2 replicas, 0.5"
+
+
 def test_mpi_on_several_devices_is_an_error(tmp_path: Path):
     outcome = launch("mpi", 2, "joins.py", "mpi", folder=tmp_path, timeout_s=30, JAX_NUM_CPU_DEVICES="2")
     assert outcome.ended

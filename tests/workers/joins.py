@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,19 @@ def join(how: str, port: str) -> fddp.Group:
         return fddp.init()
     if how == "arguments":
         return fddp.init(rank=1 - int(os.environ["FDDP_RANK"]), size=2, coordinator=f"127.0.0.1:{port}")
+    if how == "srun":  # as srun --mpi=pmi2 names its tasks
+        rank, size, host = (os.environ.pop(f"FDDP_{name}") for name in ("RANK", "SIZE", "COORDINATOR"))
+        step = {"JOB_ID": port, "STEP_ID": "0", "STEP_NUM_TASKS": size, "STEP_NODELIST": host.split(":")[0]}
+        task = {"PROCID": rank, "LOCALID": rank, "MPI_TYPE": "pmi2"}
+        os.environ |= {f"SLURM_{name}": text for name, text in (step | task).items()}
+        os.environ |= {"PMI_RANK": rank, "PMI_SIZE": size, "PMI_JOBID": f"{port}.0"}
+        return fddp.init()
+    if how == "other mpi":  # as the mpiexec of an MPI that is not mpi4py's
+        rank, size = (os.environ.pop(f"FDDP_{name}") for name in ("RANK", "SIZE"))
+        world = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": size}
+        os.environ |= {f"OMPI_COMM_WORLD_{name}": text for name, text in world.items()}
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment")  # mpi4py's own
+        return fddp.init()
     return fddp.init(how or None)
 
 
