@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.compiler import expect_no_gpu, trouble
-from fddp.launch import read_launch
+from fddp.launch import missing_srun, read_launch
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -77,7 +77,7 @@ def _devices() -> tuple[str, str]:
 
 def _launched() -> tuple[str, str]:
     launch = read_launch(os.environ)
-    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", ""
+    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", missing_srun(launch, os.environ)
 
 
 def _nccl() -> tuple[str, str]:
@@ -102,7 +102,8 @@ def _mpi() -> tuple[str, str]:
 def _launcher() -> tuple[str, str]:
     # An environment's programs lie beside its Python, on the PATH or not.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    start = next((found for name in ("mpiexec", "mpirun", "srun") if (found := shutil.which(name, path=path))), None)
+    names = sorted(("mpiexec", "mpirun", "srun"), key=lambda name: name != "srun" and "SLURM_JOB_ID" in os.environ)
+    start = next((found for name in names if (found := shutil.which(name, path=path))), None)
     return start or "none found", "" if start else "pip install 'fddp[mpi]' brings mpiexec"
 
 

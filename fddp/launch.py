@@ -63,6 +63,29 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
 
 
+def missing_srun(launch: Launch, env: Mapping[str, str]) -> str:
+    """What to say where Slurm gave a job several tasks and its script is one process, as inside sbatch without srun.
+
+    Args:
+      launch: how this process was started.
+      env: environment variables, as `os.environ`.
+
+    Returns:
+      A sentence, or '' where nothing is amiss.
+
+    Example:
+      >>> missing_srun(Launch("alone", 0, 1), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"})
+      'Slurm gave this job 2 tasks, but this is one process: start it with srun.'
+    """
+    # Slurm itself runs an interactive salloc's shell as a step of one task. srun says SLURM_NTASKS anew.
+    if "SLURM_JOB_ID" not in env or launch.size > 1 or launch.launcher not in ("alone", "Slurm"):
+        return ""
+    a_node = _integer(env, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in env else 1
+    nodes = _integer(env, "SLURM_NNODES") if "SLURM_NNODES" in env else 1
+    tasks = _integer(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else nodes * a_node
+    return f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun." if tasks > 1 else ""
+
+
 def _explicit(env: Mapping[str, str]) -> Launch | None:
     given = [name for name in FDDP_VARIABLES if name in env]
     if not given:

@@ -18,7 +18,7 @@ from fddp.compiler import expect_no_gpu
 from fddp.failure import Ending, end_together, poll
 from fddp.group import Group, mesh_group, mpi_group, replica_mesh
 from fddp.jax_internals import coordination_client
-from fddp.launch import Launch, read_launch
+from fddp.launch import Launch, missing_srun, read_launch
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -103,6 +103,7 @@ def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
         return "nccl" if jax.default_backend() != "cpu" else "gloo"
     if launch.size == 1:
+        _say(launch, missing_srun(launch, os.environ))
         return "local"
     if _has_gpus():
         return "nccl"
@@ -127,7 +128,7 @@ def _mpi_size() -> int:
 
 
 def _say(launch: Launch, line: str) -> None:
-    if launch.rank == 0:
+    if line and launch.rank == 0:
         print(f"fddp: {line}", file=sys.stderr, flush=True)
 
 

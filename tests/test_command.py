@@ -81,6 +81,26 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
     assert "FDDP_RANK given but not FDDP_SIZE" in printed and "backend mpi" in printed
 
 
+def test_inside_a_slurm_job_doctor_and_init_speak_of_srun(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    job = {"SLURM_JOB_ID": "8", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+    env = alone() | job | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    told = "Slurm gave this job 2 tasks, but this is one process: start it with srun."
+    doctor = subprocess.run(
+        [sys.executable, "-m", "fddp", "doctor"], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    lines = doctor.stdout.splitlines()
+    assert f"{'':<22}  → {told}" in lines
+    assert f"{'launcher':<22}  {srun}" in lines
+    words = "import fddp; print(fddp.init().size, fddp.init().backend)"
+    script = subprocess.run(
+        [sys.executable, "-c", words], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert (script.stdout, script.stderr) == ("1 local\n", f"fddp: {told}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fddp.launch import Launch, read_launch
+from fddp.launch import Launch, missing_srun, read_launch
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -101,8 +101,39 @@ def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():
     assert coordinator is not None and 1024 < int(coordinator.rsplit(":", 1)[1]) < 2**16
 
 
+# What Slurm 22.05 sets for a script of sbatch, and for the shell of salloc, which is no task.
+SBATCH_N2 = {"SLURM_JOB_ID": "6", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+SALLOC = {"SLURM_JOB_ID": "8", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+# A site may have salloc open its shell as a step of its own.
+SALLOC_STEP = SRUN | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+
+
 def test_a_script_under_sbatch_without_srun_is_alone():
     assert read_launch(JOB) == Launch("alone", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "tasks"),
+    [
+        (JOB, 16),
+        (SBATCH_N2, 2),
+        (SBATCH_N2 | {"SLURM_NTASKS_PER_NODE": "4"}, 8),
+        (SALLOC, 2),
+        (SALLOC_STEP, 2),
+        (SALLOC | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, None),  # sbatch -n 1
+        (SBATCH_N2 | {"SLURM_NNODES": "1"}, None),  # sbatch -N 1 -c 2
+        (SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun -n 1
+        (SRUN, None),
+        (HYDRA_IN_SBATCH, None),
+        (OPEN_MPI_IN_SBATCH, None),
+        (SBATCH_N2 | {"FDDP_RANK": "0", "FDDP_SIZE": "1"}, None),
+        ({"SLURM_NTASKS": "2"}, None),  # no job: the user's own setting
+    ],
+    ids=str,
+)
+def test_a_process_alone_in_a_job_of_several_tasks_is_told_of_srun(env, tasks):
+    told = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
+    assert missing_srun(read_launch(env), env) == ("" if tasks is None else told)
 
 
 def test_the_users_own_variables_win_then_the_innermost_launcher():
