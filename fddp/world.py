@@ -19,6 +19,7 @@ from fddp.failure import Ending, end_together, poll
 from fddp.group import Group, mesh_group, mpi_group, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.launch import Launch, missing_srun, read_launch
+from fddp.rendezvous import meet
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -44,7 +45,7 @@ def init(
       rank: this process; with `size`, wins over what the launcher says.
       size: number of processes.
       coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
-      timeout_s: seconds to wait for the other processes.
+      timeout_s: seconds to wait for the other processes. After five of them each rank says whom it waits for.
 
     Returns:
       The group.
@@ -187,9 +188,11 @@ def _mpi_world(launch: Launch, otherwise: str) -> Any:
 def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    coordinator = launch.coordinator or _agree_on_coordinator(launch)
+    meet(launch.rank, launch.size, coordinator, timeout_s)
     try:
         jax.distributed.initialize(
-            launch.coordinator or _agree_on_coordinator(launch),
+            coordinator,
             launch.size,
             launch.rank,
             local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],

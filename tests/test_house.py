@@ -22,6 +22,7 @@ FLOORS = {
     "plan": 0,
     "launch": 0,
     "failure": 0,
+    "rendezvous": 0,
     "normalization": 0,
     "timeline": 0,
     "link": 0,

@@ -1,0 +1,203 @@
+"""Where ranks meet before JAX's coordination service starts, which for minutes says neither who is missing nor why.
+
+Rank 0 listens at the coordinator's port until every other rank has called; then it gives the port to JAX's service. So
+rank 0 knows who has not come, every other rank why it cannot reach rank 0, and both say so while they wait.
+"""
+
+import os
+import re
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
+RETRY_S = 0.2
+ATTEMPT_S = 5.0
+GO, STOP = b"go\n", b"stop: "
+
+
+def meet(rank: int, size: int, coordinator: str, timeout_s: float) -> None:
+    """Waits until all ranks have reached rank 0, and says on stderr whom it waits for and why.
+
+    Args:
+      rank: this process.
+      size: number of processes.
+      coordinator: host:port at which rank 0 can be met.
+      timeout_s: seconds to wait.
+
+    Raises:
+      RuntimeError: not all have come in time, or the processes do not belong together.
+    """
+    host, port = coordinator.rsplit(":", 1)
+    place = (host.strip("[]"), int(port))
+    end = time.monotonic() + timeout_s
+    why = ["no answer yet"]  # the latest, for the thread that reports
+    if rank:
+        with _reports(lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {why[0]}"):
+            problem = _call(rank, size, place, timeout_s, why)
+    else:
+        came: Guests = {}
+        with _reports(lambda: f"rank 0 waits at {coordinator}: {_missing(came, size) or why[0]}"):
+            problem = _receive(came, size, place, end, why)
+    if problem:
+        raise RuntimeError(f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: {problem}.")
+
+
+### Rank 0
+
+Guests = dict[socket.socket, int]
+"""The ranks who have come, by the connections that they hold."""
+
+
+def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: list[str]) -> str | None:
+    """Lets the others in until all have come; then tells each to go, or what is wrong."""
+    try:
+        problem = _open(came, size, place[1], end) or _resolve(place, end, why)
+        for guest in came:
+            _tell(guest, STOP + f"{problem}\n".encode() if problem else GO)
+        return problem
+    finally:
+        for guest in came:
+            guest.close()
+
+
+def _open(came: Guests, size: int, port: int, end: float) -> str | None:
+    try:
+        door = _listen(port)
+    except OSError as error:
+        return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); name another port"
+    problem, callers = None, set[socket.socket]()  # who has not said anything yet
+    with closing(door), selectors.DefaultSelector() as watch:
+        watch.register(door, selectors.EVENT_READ)
+        while len(came) < size - 1 and not problem:
+            left = end - time.monotonic()
+            if left <= 0:
+                problem = f"{_missing(came, size)} in time"
+                break
+            for key, _ in watch.select(left):
+                if key.fileobj is door:
+                    caller, _ = door.accept()
+                    callers.add(caller)
+                    watch.register(caller, selectors.EVENT_READ)
+                elif isinstance(caller := key.fileobj, socket.socket):
+                    problem = _hear(caller, came, size) or problem
+                    callers.discard(caller)
+                    if caller not in came:
+                        watch.unregister(caller)
+                        caller.close()
+        for caller in callers:
+            caller.close()
+    return problem
+
+
+def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
+    """Notes who has called. Ranks call once: one that is heard again has left. A stranger is no problem."""
+    came.pop(caller, None)
+    try:
+        called = re.fullmatch(rb"fddp: rank (\d+) of (\d+)\n", caller.recv(64))
+    except OSError:
+        called = None
+    if called is None:
+        return None
+    rank, its_size = int(called[1]), int(called[2])
+    double = rank in came.values()
+    came[caller] = rank
+    if its_size != size:
+        return f"rank 0 says that there are {size} processes, rank {rank} that there are {its_size}"
+    return f"two processes say that they are rank {rank}" if double else None
+
+
+def _missing(came: Guests, size: int) -> str:
+    ranks = [str(rank) for rank in range(1, size) if rank not in came.values()]
+    shown = ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    several = "s" if len(ranks) > 1 else ""
+    return f"rank{several} {shown} of {size} ha{'ve' if several else 's'} not come" if ranks else ""
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    except (OSError, ValueError):  # a host without IPv6
+        return socket.create_server(("", port), backlog=1024)
+
+
+def _resolve(place: tuple[str, int], end: float, why: list[str]) -> str | None:
+    """Rank 0's own client, too, meets its service by the coordinator's name."""
+    while True:
+        try:
+            socket.getaddrinfo(*place)
+            return None
+        except OSError as error:
+            why[0] = _reason(error, place)
+        if time.monotonic() > end:
+            return why[0]
+        time.sleep(RETRY_S)
+
+
+def _tell(guest: socket.socket, message: bytes) -> None:
+    try:
+        guest.sendall(message)
+    except OSError:  # it has just left, and JAX's service will find out
+        return
+
+
+### The other ranks
+
+
+def _call(rank: int, size: int, place: tuple[str, int], timeout_s: float, why: list[str]) -> str | None:
+    """Calls rank 0 until it answers; what is wrong, or None."""
+    end = time.monotonic() + timeout_s
+    while (left := end - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(place, min(left, ATTEMPT_S)) as door:
+                door.sendall(f"fddp: rank {rank} of {size}\n".encode())
+                why[0] = "it is there, and waits for others"
+                # Rank 0 was there before, so its time is over before this.
+                door.settimeout(timeout_s + ATTEMPT_S)
+                answer = door.makefile("rb").readline(4096)
+        except OSError as error:
+            why[0] = _reason(error, place)
+        else:
+            if answer == GO:
+                return None
+            if answer.startswith(STOP):
+                return answer.removeprefix(STOP).decode().strip()
+            why[0] = "what answers there is not rank 0 of this job" if answer else "it was there and has left"
+        time.sleep(RETRY_S)
+    return f"rank {rank} of {size} has not reached rank 0 in time: {why[0]}"
+
+
+def _reason(error: OSError, place: tuple[str, int]) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {place[0]!r} does not resolve"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused, nobody listens there yet"
+    return (error.strerror or str(error)).lower()  # no route to host; timed out
+
+
+### What a person sees meanwhile
+
+
+@contextmanager
+def _reports(state: Callable[[], str]) -> Iterator[None]:
+    """Says after some seconds how things stand, and again now and then, until the block ends."""
+    done = threading.Event()
+
+    def report() -> None:
+        seconds = FIRST_WORD_S
+        while not done.wait(seconds):
+            print(f"fddp: {state()}", file=sys.stderr, flush=True)
+            seconds = NEXT_WORD_S
+
+    # A thread, for looking up a name may block for longer than that.
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
