@@ -7,6 +7,7 @@
 1.0
 """
 
+from fddp import compiler as compiler
 from fddp import hooks as hooks
 from fddp.audit import Audit as Audit
 from fddp.audit import audit as audit
@@ -50,3 +51,6 @@ from fddp.tuning import Tuning as Tuning
 from fddp.tuning import tune as tune
 from fddp.uneven import join as join
 from fddp.world import init as init
+
+# Here, for JAX may be used before fddp.init is called.
+compiler.expect_no_gpu()

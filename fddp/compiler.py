@@ -31,7 +31,10 @@ def trouble() -> str | None:
 
 
 def expect_no_gpu() -> None:
-    """Tells JAX, before it starts, that a compiler without the rest of CUDA is meant to be so; else does nothing."""
+    """Tells JAX, before it starts, that a compiler without the rest of CUDA is meant to be so; else does nothing.
+
+    Looks for packages and starts nothing: `import fddp` does it.
+    """
     alone = not any(_installed(f"jax_cuda{number}_plugin") for number in VERSIONS)
     if alone and any(_installed(f"jax_plugins.xla_cuda{number}") for number in VERSIONS):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

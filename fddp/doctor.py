@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.compiler import expect_no_gpu, trouble
+from fddp.compiler import trouble
 from fddp.launch import missing_srun, read_launch
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -46,7 +46,6 @@ def _findings() -> Iterator[Finding]:
     for name in PACKAGES:
         found = installed(name)
         yield Finding(name, found or "missing", "" if found else f"pip install {name}")
-    expect_no_gpu()
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
     yield Finding("backend local", "ready: the devices of this process")

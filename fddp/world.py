@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from fddp.compiler import expect_no_gpu
 from fddp.failure import Ending, end_together, poll
 from fddp.group import Group, mesh_group, mpi_group, replica_mesh
 from fddp.jax_internals import coordination_client
@@ -70,7 +69,6 @@ def init(
             f"{request}; a process joins one world: keep the first group, or cut it with group.subgroup."
         )
     if not _started:
-        expect_no_gpu()
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
         _started.append((request, _start(backend or _pick(launch), launch, timeout_s)))
     return _started[0][1]

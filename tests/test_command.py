@@ -142,3 +142,13 @@ def test_the_command_starts_quietly_and_explains_itself():
         )
         assert run.stderr == ""
         assert run.stdout.startswith("usage: python -m fddp" if words == ["--help"] else "Python")
+
+
+def test_jax_used_before_init_starts_quietly():
+    env = {name: value for name, value in alone().items() if name != "JAX_PLATFORMS"}
+    for words in ("import fddp, jax", "import jax, fddp"):
+        script = f"{words}; jax.numpy.ones(2); fddp.init(); print(jax.default_backend())"
+        run = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
+        assert run.stderr == ""

@@ -82,7 +82,6 @@ class Target:
         trouble = compiler.trouble()
         if trouble:
             raise RuntimeError(trouble)
-        compiler.expect_no_gpu()
         try:
             return topologies.get_topology_desc(
                 platform="cuda",
@@ -93,7 +92,7 @@ class Target:
         except Exception as error:  # whatever the plugin says
             raise RuntimeError(
                 f"XLA cannot compile for {self.name} here: {error}. Where there is no GPU, start Python with "
-                "JAX_PLATFORMS=cpu, or call fddp.init() before anything else of JAX."
+                "JAX_PLATFORMS=cpu, or import fddp before JAX computes anything."
             ) from error
 
 
