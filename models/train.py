@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     if config.replicas not in (1, group.size):
         raise ValueError(f"--replicas {config.replicas} is for a process alone, on CPUs; this one is in {group}.")
 
-    console = Console(width=None if sys.stdout.isatty() else 100, quiet=group.rank > 0)
+    console = screen(group)
     task = TASKS[config.model](config)
     state, plan, history = train(task, config, group, console)
     results = task.test(*jax.tree.map(np.asarray, (state.params, state.model_state)))
@@ -132,6 +132,10 @@ class History:
         """The median step: the first ones, which compile, do not count."""
         return float(np.median(np.diff(self.times)))
 
+    def now(self, rows: int) -> str:
+        """How things stand after a step of so many rows."""
+        return f"loss {self.losses[-1]:.3f} · {rows / self.step_seconds:,.0f} samples/s"
+
 
 ### Training
 
@@ -160,17 +164,17 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     batches = rows.map(task.batch).to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
     history, flying = History(), deque[fddp.StepInfo](maxlen=2)
     with progress(console) as bar:
-        job = bar.add_task("", total=config.steps, loss=math.nan, speed=math.nan)
+        job = bar.add_task("", total=config.steps, now="compiling")
         for batch in batches:
             state, info = step(state, batch)
             flying.append(info)
             if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])
-                bar.update(job, advance=1, loss=history.losses[-1], speed=config.batch / history.step_seconds)
+                bar.update(job, advance=1, now=history.now(config.batch))
                 if bar.disable and len(history.losses) * 10 % config.steps < 10:
                     console.print(bar)
         history.note(flying[-1])
-        bar.update(job, advance=1, loss=history.losses[-1])
+        bar.update(job, advance=1, now=history.now(config.batch))
     if bar.disable:
         console.print(bar)
     return state, step.plan, history
@@ -248,9 +252,16 @@ TASKS = {"resnet": resnet_task, "gpt": gpt_task}
 ### What a person sees
 
 
+def screen(group: fddp.Group) -> Console:
+    """What rank 0 writes on. Several ranks write lines, to a file perhaps: Open MPI gives one of them a terminal."""
+    if group.processes > 1:
+        return Console(width=100, force_terminal=False, quiet=group.rank > 0)
+    return Console(width=None if sys.stdout.isatty() else 100)
+
+
 def progress(console: Console) -> Progress:
-    """A bar that moves on a terminal. Where there is none (mpiexec hides it) the loop prints it now and then."""
-    text = TextColumn("steps · loss {task.fields[loss]:.3f} · {task.fields[speed]:,.0f} samples/s ·")
+    """A bar that moves on a terminal. Where there is none the loop prints it now and then."""
+    text = TextColumn("steps · {task.fields[now]} ·")
     columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
     return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
 

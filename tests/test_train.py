@@ -1,6 +1,7 @@
 """The training script: one command on any backend, the same losses on any number of replicas, a page at the end."""
 
 import gzip
+import io
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 import fddp
 from models import data, train
@@ -136,6 +138,31 @@ def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(group: Calla
     every, dropped = on_two(group(2)), losses(replace(GPT, layer_drop=0.3), group(2))
     assert dropped[-1] < dropped[0] - 0.5
     assert dropped != pytest.approx(every, abs=1e-3)
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
+@pytest.mark.parametrize("steps", [1, 12])
+def test_progress_tells_no_loss_before_there_is_one(group: Callable[[int], fddp.Group], terminal: bool, steps: int):
+    page = io.StringIO()
+    console = Console(file=page, width=100, force_terminal=terminal)
+    config = replace(GPT, steps=steps)
+    train.train(train.TASKS["gpt"](config), config, group(1), console)
+    assert f"{steps}/{steps} steps · loss " in Text.from_ansi(page.getvalue()).plain
+    assert "nan" not in page.getvalue()
+
+
+def test_several_processes_write_lines_even_to_a_terminal(
+    group: Callable[[int], fddp.Group], monkeypatch: pytest.MonkeyPatch
+):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.delenv("TERM", raising=False)
+    alone, first, second = (
+        train.screen(replace(group(2), processes=count, rank=rank)) for count, rank in ((1, 0), (2, 0), (2, 1))
+    )
+    assert alone.is_terminal and not first.is_terminal
+    assert second.quiet and not first.quiet
 
 
 def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callable[[int], fddp.Group]):
