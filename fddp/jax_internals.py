@@ -6,13 +6,18 @@ its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everythi
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+from jax._src import config, mesh
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 
 Item = TypeVar("Item")
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 # Equations that call one program, by the name of their primitive: those that only wrap it,
 WRAPPERS = {"jit", "pjit", "closed_call", "core_call"}
@@ -25,6 +30,16 @@ COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
     *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
 }
+
+# Settings without a name of their own in `jax.config`: meshes, metadata, where to compute.
+UNNAMED = tuple(
+    setting
+    for module in (config, mesh)
+    for setting in vars(module).values()
+    if isinstance(setting, config.config_ext.Config) and not isinstance(setting, config.State)
+)
+# It says which thread may start programs of several processes: to take it along would be to switch it off.
+LEFT = {"jax_thread_guard"}
 
 
 ### Programs
@@ -134,6 +149,49 @@ def loop_parts(eqn: JaxprEqn, items: Iterable[Item]) -> tuple[list[Item], list[I
         first, second = (eqn.params[name] for name in names[eqn.primitive.name])
     items = list(items)
     return items[:first], items[first : first + second], items[first + second :]
+
+
+### Configuration that holds in one thread
+
+
+def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Makes a function that works in every thread under JAX's configuration as it is here and now.
+
+    `with jax.enable_x64(True)` and all contexts of its kind hold only in the thread that enters them. Contexts of
+    `jax.make_user_context` are not taken along: JAX keeps no list of them.
+
+    Args:
+      f: a function.
+
+    Returns:
+      The function, to be called in any thread.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from concurrent.futures import ThreadPoolExecutor
+      >>> ask = lambda: jnp.zeros(()).dtype.name
+      >>> with ThreadPoolExecutor(1) as thread, jax.enable_x64(True):
+      ...     [thread.submit(f).result() for f in (ask, with_configuration(ask))]
+      ['float32', 'float64']
+    """
+    named = [state for name, state in config.config_states.items() if name not in LEFT]
+    values = [(setting, setting.get_local()) for setting in (*named, *UNNAMED)]
+    here = [(setting, value) for setting, value in values if value is not config.config_ext.unset]
+
+    @wraps(f)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with ExitStack() as stack:
+            for setting, value in here:
+                stack.enter_context(_set(setting, value))
+            return f(*args, **kwargs)
+
+    return call
+
+
+def _set(setting: Any, value: Any) -> Any:
+    """A context in which a setting has a value in this thread."""
+    # A named one may have more to do than to be set: the guards of transfers are kept elsewhere too.
+    return setting(value) if isinstance(setting, config.State) else config.UserContext(setting, value)
 
 
 ### Processes

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fddp.jax_internals import with_configuration
 from fddp.member import EVERYWHERE, Member, trace
 from fddp.relay import Relay, relay
 from fddp.schedule import Pieces, Runner
@@ -52,7 +53,8 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
         names = [f"fddp-all-reduce-{number}" for number in range(len(lanes))]
         threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in names]
         try:
-            sends, kept = _launch(now.backward, leaves, partial(send, memory=memory), threads, spans)
+            sender = with_configuration(partial(send, memory=memory))
+            sends, kept = _launch(now.backward, leaves, sender, threads, spans)
             result = land(now.update, equal, [one.result for one in sends], kept, spans)
         finally:
             for wait in (False, True):  # after an error nothing more is sent, on any lane

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from processes import free_port
 
 from fddp import jax_internals as internals
@@ -271,6 +273,66 @@ def test_the_sum_that_jax_itself_makes_of_gradients_is_a_collective():
 
     assert over_replicas(gradient, check_vma=True) & internals.COLLECTIVES
     assert not over_replicas(gradient, check_vma=False) & internals.COLLECTIVES
+
+
+### Configuration that holds in one thread
+
+
+def error_of(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:2]), ("some",), axis_types=(AxisType.Explicit,))
+
+
+# A context as a user enters it, and what another thread can tell of it.
+CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
+    "enable_x64": (lambda: jax.enable_x64(True), lambda: jnp.zeros(()).dtype),
+    "default_device": (lambda: jax.default_device(jax.devices()[1]), lambda: jnp.zeros(()).devices()),
+    "default_matmul_precision": (
+        lambda: jax.default_matmul_precision("highest"),
+        lambda: str(jax.make_jaxpr(jnp.dot)(np.ones(2), np.ones(2))),
+    ),
+    "default_prng_impl": (lambda: jax.default_prng_impl("rbg"), lambda: jax.random.key(0).dtype),
+    "numpy_dtype_promotion": (
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: error_of(lambda: jnp.int32(1) + jnp.float32(1)),
+    ),
+    "numpy_rank_promotion": (
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: error_of(lambda: jnp.ones(2) + jnp.ones((2, 2))),
+    ),
+    "debug_nans": (lambda: jax.debug_nans(True), lambda: error_of(lambda: jnp.log(-1.0))),
+    "debug_infs": (lambda: jax.debug_infs(True), lambda: error_of(lambda: jnp.log(0.0))),
+    "transfer_guard": (
+        lambda: jax.transfer_guard("disallow"),
+        lambda: error_of(lambda: jax.jit(jnp.sin)(np.ones(3, np.float32))),
+    ),
+    "disable_jit": (lambda: jax.disable_jit(), lambda: error_of(lambda: jax.jit(bool)(jnp.ones(())))),
+    "set_mesh": (lambda: jax.set_mesh(mesh()), lambda: jax.sharding.get_abstract_mesh().axis_names),
+    "use_abstract_mesh": (
+        lambda: jax.sharding.use_abstract_mesh(mesh().abstract_mesh),
+        lambda: jax.sharding.get_abstract_mesh().axis_names,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_goes_along_into_another_thread_and_leaves_no_trace_there(name):
+    enter, ask = CONTEXTS[name]
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(ask).result()
+        with enter():
+            here = ask()
+            assert here != there
+            assert thread.submit(ask).result() == there
+            carry = internals.with_configuration(ask)
+        assert thread.submit(carry).result() == here, f"jax.{name} stays behind"
+        assert thread.submit(ask).result() == there, f"jax.{name} is left behind"
 
 
 ### Processes

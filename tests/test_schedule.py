@@ -127,6 +127,23 @@ def test_no_thread_outlives_a_step(group):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("fddp")]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hook": hooks.bf16()}, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}],
+    ids=["plain", "hook", "skipped"],
+)
+def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, options):
+    def loss(p, x):
+        return jnp.mean((x @ p["a"]) ** 2) + jax.lax.cond(x[0, 0] > 9, lambda: jnp.sum(p["b"]), lambda: 0.0)
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options)
+    state, info = step(step.init({"a": np.full((3, 1), 1 / 3), "b": np.ones(2)}), np.ones((4, 3)))
+    assert info.loss.dtype == np.float64
+    # The sum of three thirds is 1, its square's gradient 2, which 16 bits hold.
+    np.testing.assert_allclose(state.params["a"], np.full((3, 1), 1 / 3 - 0.2), rtol=1e-14)
+    np.testing.assert_array_equal(state.params["b"], np.ones(2))
+
+
 def test_an_error_of_the_communication_thread_reaches_the_caller(group):
     def broken(wire):
         raise ConnectionError("the wire is cut")

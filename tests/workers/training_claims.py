@@ -93,6 +93,17 @@ def value_and_grad_takes_the_mean_over_ranks(group: fddp.Group):
 
 
 @claim()
+def inside_a_context_of_64_bits_a_step_trains_in_64_bits(group: fddp.Group):
+    third = 1 / 3 + np.arange(group.size)  # exact in no float32
+    for schedule in ("fused", "staged", "after"):
+        with jax.enable_x64(True):
+            step = towards_the_mean(group, schedule=schedule)
+            state, info = step(step.init(np.zeros(())), third[group.rank :][:1])
+        assert (state.params.dtype, info.loss.dtype) == (np.float64, np.float64), schedule
+        np.testing.assert_allclose(state.params, third.mean(), rtol=1e-15)
+
+
+@claim()
 def metrics_are_averaged_over_ranks(group: fddp.Group):
     step = fddp.train_step(lambda w, x: (square(w, x), {"row": x[0]}), optax.sgd(RATE), group=group, has_aux=True)
     _, info = step(step.init(jnp.zeros(())), rows(group.rank))
