@@ -57,9 +57,9 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
             sends, kept = _launch(now.backward, leaves, sender, threads, spans)
             result = land(now.update, equal, [one.result for one in sends], kept, spans)
         finally:
-            for wait in (False, True):  # after an error nothing more is sent, on any lane
-                for thread in threads:
-                    thread.shutdown(wait, cancel_futures=True)
+            # Nothing is called off: after an error, too, each lane sends what was made before, the same on all ranks.
+            for thread in threads:
+                thread.shutdown()
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
         return now.result.unflatten(result), remembered(done, memory)
@@ -143,20 +143,31 @@ def _launch(
     def leave(wire: jax.Array) -> None:
         nonlocal clock
         jax.block_until_ready(wire)
-        k = len(sends)
+        k, lane = len(sends), len(sends) % len(threads)
         spans.append(Span("compute", f"stage {k}", clock, clock := perf_counter()))
-        sends.append(threads[k % len(threads)].submit(send, k, first=lambda: sends[0].result(), wire=wire))
+        before, first = sends[lane :: len(threads)][-1:], lambda: sends[0].result()
+        sends.append(threads[lane].submit(_follow, before, send, k, first=first, wire=wire))
 
     for k in range(len(backward.stages)):
-        results = backward.run(k, values)
-        # One stage is queued behind the one that runs, so that the core never waits for Python.
-        if made is not None:
-            leave(made)
+        try:
+            results = backward.run(k, values)
+        finally:
+            # One stage is queued behind the one that runs, so that the core never waits for Python. What was made
+            # leaves even if the next stage fails: an error may show here, or only when its wire is waited for.
+            if made is not None:
+                leave(made)
         made, *kept = results
         del results
     if made is not None:
         leave(made)
     return sends, kept
+
+
+def _follow(before: Sequence[Future[Sent]], send: Callable[..., Sent], *args: Any, **kwargs: Any) -> Sent:
+    """Sends after what went before on the same lane; after an error there nothing more, the same on all ranks."""
+    for one in before:
+        one.result()
+    return send(*args, **kwargs)
 
 
 def land(

@@ -1,8 +1,11 @@
 """Claims about the staged schedule on one process; several are in test_equivalence and test_ranks."""
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -182,3 +185,105 @@ def test_a_loss_with_collectives_runs_fused_or_says_why_not(group):
     step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2))
     _, info = step(step.init(jnp.ones(())), jnp.arange(4.0))
     np.testing.assert_allclose(info.loss, np.mean((np.arange(4.0) - 1.5 - 1) ** 2), rtol=1e-6)
+
+
+### What is sent although an error comes: the same on every rank, whichever thread is faster there
+
+
+MESSAGES = 6
+
+
+def chain(p: Any, x: Any, between: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A loss whose message k is leaf 5 - k, of 10 (6 - k) numbers; `between` lies behind leaf 2."""
+    for k, w in enumerate(p):
+        x = jnp.tanh(x * jnp.sum(w))
+        x = between(x) if k == 2 else x
+    return jnp.mean(x)
+
+
+def sent_before(
+    group: fddp.Group, error: str, reduce: Callable[[int], None], lanes: int = 1, **parts: Any
+) -> list[int]:
+    """The messages of a step that have left when its error comes; `reduce(k)` is called when message k leaves."""
+    sent: list[int] = []
+
+    def noted(wire: jax.Array) -> jax.Array:
+        k = MESSAGES - wire.size // 10  # loss and weight, two numbers more, ride along somewhere
+        reduce(k)
+        sent.append(k)
+        return wire
+
+    one = group.member._replace(reduce=noted)
+    group = replace(group, member=one._replace(lanes=(one,) * lanes))
+    step = fddp.train_step(
+        parts.get("loss", chain),
+        parts.get("optimizer", optax.sgd(0.1)),
+        group=group,
+        schedule="staged",
+        bucket_cap_mb=0,
+    )
+    with pytest.raises(Exception, match=error):
+        step(step.init([jnp.full(10 * (k + 1), 0.01) for k in range(MESSAGES)]), np.ones(2, np.float32))
+    return sorted(sent)
+
+
+def exploding(called: threading.Event) -> Callable[[jax.Array], jax.Array]:
+    """A host's function inside a program that fails."""
+
+    def explode(x: Any) -> Any:
+        called.set()
+        raise ArithmeticError("on purpose")
+
+    return lambda x: jax.pure_callback(explode, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """JAX logs what a host's function raises."""
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_after_an_error_a_lane_sends_nothing_more_and_the_others_send_all(group, lanes):
+    failed = threading.Event()
+
+    def reduce(k: int) -> None:
+        if k == 2:
+            time.sleep(0.2)  # all stages have run by then
+            failed.set()
+            raise ArithmeticError("on purpose")
+        if k > 2:
+            failed.wait(60)
+            time.sleep(0.2)  # the main thread knows of it by then
+
+    want = [k for k in range(MESSAGES) if k < 2 or k % lanes != 2 % lanes]
+    assert sent_before(group(1), "on purpose", reduce, lanes) == want
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_before_an_error_inside_a_stage_all_earlier_ones_are_sent(group, quiet, lanes):
+    called = threading.Event()
+    fail = jax.custom_vjp(lambda x: x)
+    fail.defvjp(lambda x: (x, None), lambda _, cotangent: (exploding(called)(cotangent),))
+
+    def reduce(k: int) -> None:
+        called.wait(60)
+        time.sleep(0.2)  # the main thread knows of it by then
+
+    loss = lambda p, x: chain(p, x, fail)  # noqa: E731
+    assert sent_before(group(1), "on purpose", reduce, lanes, loss=loss) == [0, 1, 2]
+
+
+def test_an_error_inside_an_update_calls_off_no_message(group, quiet):
+    called = threading.Event()
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return [*updates[:-1], exploding(called)(updates[-1])], state
+
+    def reduce(k: int) -> None:
+        if k == MESSAGES - 2:
+            called.wait(60)
+            time.sleep(0.2)  # the main thread knows of it by then
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    assert sent_before(group(1), "on purpose", reduce, optimizer=optimizer) == list(range(MESSAGES))

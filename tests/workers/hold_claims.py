@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from workers import (
+    error_claims,
     group_claims,
     hook_claims,
     measurement_claims,
@@ -24,6 +25,7 @@ CLAIMS = claims_of(
     rotation_claims,
     measurement_claims,
     mismatch_claims,
+    error_claims,
 )
 
 
