@@ -4,8 +4,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from fddp import vendors
 from fddp.compiler import trouble
 from fddp.launch import missing_srun, read_launch
 
@@ -50,8 +49,9 @@ def _findings() -> Iterator[Finding]:
     yield _unless_it_fails("launched as", _launched)
     yield Finding("backend local", "ready: the devices of this process")
     yield Finding("backend gloo", "ready: CPUs of several processes")
-    yield Finding("backend mpi", *_mpi())
-    yield Finding("launcher", *_launcher())
+    *found, vendor = _mpi()
+    yield Finding("backend mpi", *found)
+    yield Finding("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
     yield Finding("fddp.audit(target=…)", "not ready" if trouble() else "ready: a100, h100 and h200", trouble() or "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,27 +83,38 @@ def _nccl() -> tuple[str, str]:
     return "ready" if jax.default_backend() not in ("cpu", "tpu") else "no GPU here", ""
 
 
-def _mpi() -> tuple[str, str]:
+def _mpi() -> tuple[str, str, str | None]:
+    """What was found, what to do, and whose MPI mpi4py has."""
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
-    advice = "pip install 'fddp[mpi]', or mpi4py and mpi4jax beside a system MPI"
     if missing:
-        return f"{' and '.join(missing)} missing", advice
-    # Built against an MPI that is not here they are installed and yet do not load. Here they would start MPI.
-    load = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; import mpi4jax"
-    try:
-        subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, timeout=60)
-    except subprocess.SubprocessError as error:
-        said = str(getattr(error, "stderr", None) or error).splitlines()
-        return "does not load", f"{said[-1]}; {advice}"
-    return "ready", ""
+        words = " ".join([*vendors.without_cuda(), "pip install"])
+        how = f"pip install mpich where there is no system MPI, then {words} {' '.join(missing)}"
+        return f"{' and '.join(missing)} missing", how, None
+    # Built against an MPI that is not here they are installed and yet do not load.
+    vendor, problem = vendors.loaded()
+    if vendor is None:
+        return "does not load", f"{problem}; mpi4py finds no MPI: pip install mpich, or install a system MPI", None
+    if problem:
+        return "does not load", f"{problem}: {vendors.rebuild(vendor)}", vendor
+    return f"ready: {vendor}", "", vendor
 
 
-def _launcher() -> tuple[str, str]:
-    # An environment's programs lie beside its Python, on the PATH or not.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    names = sorted(("mpiexec", "mpirun", "srun"), key=lambda name: name != "srun" and "SLURM_JOB_ID" in os.environ)
-    start = next((found for name in names if (found := shutil.which(name, path=path))), None)
-    return start or "none found", "" if start else "pip install 'fddp[mpi]' brings mpiexec"
+def _launcher(vendor: str | None) -> tuple[str, str]:
+    """The launcher to take, and what is wrong with the one that comes first on the PATH."""
+    srun = shutil.which("srun")
+    if srun and "SLURM_JOB_ID" in os.environ:
+        return srun, ""
+    found = list(vendors.launchers(vendor))
+    if not found:
+        return srun or "none found", "" if srun else "pip install mpich brings mpiexec"
+    start, its = found[0]
+    typed = shutil.which("mpiexec")
+    known = dict(found)
+    if vendor and its != vendor:
+        return f"{start} ({its or 'whose?'})", f"mpi4py has {vendor}, whose mpiexec is not here: install it"
+    if vendor and typed and known.get(typed) != vendor:
+        return start, f"mpi4py has {vendor}; plain mpiexec is {typed}, of {known.get(typed) or 'another MPI'}"
+    return start, ""
 
 
 def _idle_gpus() -> str:

@@ -152,3 +152,16 @@ def test_jax_used_before_init_starts_quietly():
             [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         )
         assert run.stderr == ""
+
+
+def test_doctor_names_an_mpiexec_that_is_not_mpi4pys(tmp_path):
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    other.chmod(0o755)
+    env = alone() | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "fddp", "doctor"]
+    run = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    own = Path(sys.executable).with_name("mpiexec")
+    told = f"{'launcher':<22}  {own}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {other}, of Open MPI\n"
+    assert told in run.stdout
+    assert f"{'backend mpi':<22}  ready: MPICH\n" in run.stdout

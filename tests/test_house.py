@@ -33,6 +33,7 @@ FLOORS = {
     "compiled.chips": 0,
     "compiler": 0,
     "jax_internals": 0,
+    "vendors": 0,
     "compiled.hlo": 0,
     "hook": 1,
     "program": 1,

@@ -1,0 +1,87 @@
+"""Whose MPI is what: mpi4py, mpi4jax and mpiexec of one installation must have the same, and often do not.
+
+mpi4py takes the MPI it finds when it is loaded, mpi4jax the one whose compiler was found when it was built, and the
+shell whichever mpiexec comes first.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+# What a program of each MPI says of itself. Open MPI calls its launcher OpenRTE or PRRTE, MPICH's is Hydra.
+VENDORS = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "Intel MPI": ("Intel",), "MPICH": ("MPICH", "HYDRA")}
+LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
+COMPILERS = ("mpicc", "mpicc.openmpi", "mpicc.mpich")
+# Loading starts no MPI. mpi4jax itself compares the MPI it was built with.
+LOAD = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0]); import mpi4jax"
+
+
+def loaded() -> tuple[str | None, str]:
+    """Loads mpi4py and mpi4jax, in a process of its own.
+
+    Returns:
+      Whose MPI mpi4py has, None if it does not load; and what went wrong, '' if nothing did.
+    """
+    try:
+        run = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=60)
+    except subprocess.SubprocessError as error:
+        return None, str(error)
+    vendor = next(iter(run.stdout.splitlines()), None)
+    built = re.search("mpi4jax was built with '([^']+)'", run.stderr)
+    if run.returncode == 0:
+        return vendor, ""
+    if built and vendor:
+        return vendor, f"mpi4jax was built with {built[1]}, mpi4py has {vendor}"
+    return vendor, (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]
+
+
+def launchers(vendor: str | None) -> Iterator[tuple[str, str | None]]:
+    """The launchers here and whose each is: those of a vendor first, then in the order in which they are found."""
+    found = [(path, vendor_of(path, "--version")) for path in _programs(LAUNCHERS)]
+    yield from sorted(found, key=lambda program: program[1] != vendor)
+
+
+def rebuild(vendor: str) -> str:
+    """The command that builds mpi4jax against the MPI that mpi4py has."""
+    own = [path for path in _programs(COMPILERS) if vendor_of(path, "-v", "--showme:version") == vendor]
+    if not own:
+        return f"mpi4jax must be built with {vendor}'s mpicc, which is not here: install it"
+    words = [f"MPI4JAX_BUILD_MPICC={own[0]}", *without_cuda()]
+    its_pip = importlib.util.find_spec("pip")
+    pip = f"{sys.executable} -m pip install" if its_pip else f"uv pip install --python {sys.executable}"
+    return " ".join([*words, pip, "--force-reinstall --no-deps --no-cache-dir", f"mpi4jax=={version('mpi4jax')}"])
+
+
+def without_cuda() -> list[str]:
+    """What mpi4jax's build must be told where it would look for CUDA's headers beside an nvcc that has none."""
+    nvcc = shutil.which("nvcc")
+    prefix = Path(nvcc).parents[1] if nvcc else None
+    missing = prefix is not None and not (prefix / "include" / "cuda_runtime.h").exists()
+    return ["CUDA_PATH=/usr/local/cuda"] if missing else []
+
+
+def vendor_of(program: str, *questions: str) -> str | None:
+    """Whose MPI a program belongs to, by what it answers to one of these arguments."""
+    for question in questions:
+        try:
+            run = subprocess.run([program, question], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        said = (run.stdout + run.stderr).partition("\n")[0]
+        for vendor, words in VENDORS.items():
+            if any(word in said for word in words):
+                return vendor
+    return None
+
+
+def _programs(names: tuple[str, ...]) -> list[str]:
+    """Where programs of these names are: an environment's lie beside its Python, on the PATH or not."""
+    places = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+    found = (shutil.which(name, path=place) for place in places for name in names)
+    return list(dict.fromkeys(path for path in found if path))

@@ -1,0 +1,82 @@
+"""Whose MPI is what, read off what real programs say; and the command that makes an installation one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fddp import vendors
+
+# What `--version`, or mpicc's `-v` and `--showme:version`, print first.
+SAY = {
+    "mpiexec.openmpi": "mpiexec.openmpi (OpenRTE) 4.1.4",
+    "mpiexec.hydra": "HYDRA build details:",
+    "mpicc.openmpi": "mpicc.openmpi: Open MPI 4.1.4 (Language: C)",
+    "mpicc.mpich": "mpicc for MPICH version 4.0.2",
+}
+MISMATCH = """MPI ABI incompatibility detected!
+  - MPI library mismatch: mpi4jax was built with 'Open MPI' but runtime uses 'MPICH Version:'.
+
+This can cause silent data corruption or crashes."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment without anything of MPI, and nothing else on the PATH."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def program(folder: Path, name: str, says: str) -> str:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_launchers_of_a_vendor_come_first(here):
+    plain = program(here, "mpiexec", SAY["mpiexec.openmpi"])
+    hydra = program(here, "mpiexec.hydra", SAY["mpiexec.hydra"])
+    assert list(vendors.launchers("MPICH")) == [(hydra, "MPICH"), (plain, "Open MPI")]
+    assert list(vendors.launchers("Open MPI")) == [(plain, "Open MPI"), (hydra, "MPICH")]
+
+
+def test_a_program_that_says_nothing_known_is_nobodys(here):
+    assert vendors.vendor_of(program(here, "mpiexec", "1.0"), "--version") is None
+
+
+def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
+    program(here, "mpicc", SAY["mpicc.openmpi"])
+    own = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
+    assert vendors.rebuild("MPICH").startswith(f"MPI4JAX_BUILD_MPICC={own} ")
+    assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in vendors.rebuild("Intel MPI")
+
+
+def test_an_nvcc_without_headers_needs_a_cuda_path(here):
+    assert vendors.without_cuda() == []
+    (here / "bin").mkdir()
+    program(here / "bin", "nvcc", "nvcc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(here / "bin"))
+        assert vendors.without_cuda() == ["CUDA_PATH=/usr/local/cuda"]
+        (here / "include").mkdir()
+        (here / "include" / "cuda_runtime.h").touch()
+        assert vendors.without_cuda() == []
+
+
+@pytest.mark.parametrize(
+    ("mpi4jax", "problem"),
+    [
+        ("", ""),
+        (f"raise RuntimeError({MISMATCH!r})", "mpi4jax was built with Open MPI, mpi4py has MPICH"),
+        ("raise ImportError('libmpi.so.40: cannot open')", "ImportError: libmpi.so.40: cannot open"),
+    ],
+)
+def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(tmp_path, monkeypatch, mpi4jax, problem):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: initialize = True\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('MPICH', (5, 0, 2))\n")
+    (tmp_path / "mpi4jax.py").write_text(mpi4jax)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert vendors.loaded() == ("MPICH", problem)
