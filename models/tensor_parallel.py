@@ -12,6 +12,8 @@ holds. On a machine without accelerators the devices are virtual CPUs.
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,8 @@ import tyro
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fddp
+
+sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
 COLUMNS, ROWS = PartitionSpec(None, "part"), PartitionSpec("part", None)

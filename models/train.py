@@ -36,6 +36,8 @@ from rich.table import Table
 from rich.text import Text
 
 import fddp
+
+sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
 from models import data, gpt, resnet
 
 

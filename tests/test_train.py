@@ -105,6 +105,16 @@ def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
 
 
+@pytest.mark.parametrize("script", ["train.py", "tensor_parallel.py"])
+def test_a_script_finds_models_where_fddp_is_installed_without_the_checkout(tmp_path: Path, script: str):
+    (tmp_path / "fddp").symlink_to(ROOT / "fddp")
+    packages = Path(np.__file__).parents[1]
+    # -S: an editable installation would put the checkout on the path.
+    path = os.pathsep.join([str(tmp_path), str(packages)])
+    help_ = run(sys.executable, "-S", str(ROOT / "models" / script), "--help", cwd=tmp_path, PYTHONPATH=path)
+    assert "--steps" in help_
+
+
 def test_replicas_are_devices_of_one_process(tmp_path: Path):
     output = run(*PYTHON, "-m", "models.train", *TINY, "--replicas", "4", "--out", str(tmp_path), cwd=ROOT)
     assert "4 × cpu · backend local · processes: 1" in output
