@@ -7,6 +7,7 @@ import inspect
 import pydoc
 import re
 import subprocess
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import fddp
 
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = sorted((ROOT / "fddp").rglob("*.py"))
 
 # A module imports only from floors below its own. A new module gets a line here.
@@ -205,6 +207,26 @@ def test_examples_print_what_they_say_on_any_number_of_devices(path):
     name = f"fddp.{module(path)}".removesuffix(".__init__")
     failures, _ = doctest.testmod(importlib.import_module(name), report=True)
     assert failures == 0
+
+
+### The package
+
+
+def test_the_package_is_described_without_a_person_or_a_host():
+    project = PYPROJECT["project"]
+    assert project["description"] and project["keywords"] and "Typing :: Typed" in project["classifiers"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text and "Copyright 2026 The fddp authors" in text
+    assert not {"authors", "maintainers", "urls"} & set(project)
+
+
+def test_the_package_is_typed_and_a_source_archive_is_sources():
+    """Of folders Hatchling takes all but caches; README, LICENSE and pyproject.toml it takes by itself."""
+    wheel, source = (PYPROJECT["tool"]["hatch"]["build"]["targets"][name] for name in ("wheel", "sdist"))
+    assert (ROOT / "fddp" / "py.typed").is_file() and wheel["packages"] == ["fddp"]
+    assert set(source["only-include"]) == {"fddp", "models", "tests", "bench"}
+    assert source["exclude"] == ["bench/results"]
 
 
 ### The repository
