@@ -229,6 +229,15 @@ def test_the_package_is_typed_and_a_source_archive_is_sources():
     assert source["exclude"] == ["bench/results"]
 
 
+def test_the_readme_shows_all_of_itself_where_no_other_file_is():
+    """An index page has its text alone: a link or a picture beside it would be broken there."""
+    readme = (ROOT / PYPROJECT["project"]["readme"]).read_text()
+    targets = re.findall(
+        r"\]\(([^)]*)\)|(?:src|href)=[\"']?([^\"'>\s]*)", re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
+    )
+    assert [target for pair in targets for target in pair if target and not target.startswith(("https://", "#"))] == []
+
+
 ### The repository
 
 
