@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import UInt8
 
 from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
+from fddp.jax_internals import OVERLAP_OPTIONS
 from fddp.landing import landing
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
@@ -41,6 +42,7 @@ CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_ex
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_enable_latency_hiding_scheduler": "True",
+    **OVERLAP_OPTIONS,
 }
 
 

@@ -335,6 +335,13 @@ def test_a_context_goes_along_into_another_thread_and_leaves_no_trace_there(name
         assert thread.submit(ask).result() == there, f"jax.{name} is left behind"
 
 
+### Options of XLA
+
+
+def test_xla_knows_the_options_that_it_is_given():
+    assert jax.jit(lambda x: x + 1, compiler_options=internals.OVERLAP_OPTIONS)(1) == 2
+
+
 ### Processes
 
 
