@@ -204,8 +204,7 @@ def mpi_member(comm: Any) -> Member:
         if comm.size == 1:
             return x
         # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less
-        # often, leaves it free. In several messages one is on the wire while another is being added up. On two hosts
-        # (bench/overlap.py, MLP) 1, 2, 4 messages take 489, 464, 451 ms, longest waits of 0.2 and 1 ms 10-20 ms more.
+        # often, leaves it free. In several messages one is on the wire while another is being added up.
         sent = np.asarray(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
@@ -252,8 +251,7 @@ def mpi_member(comm: Any) -> Member:
 def urgent() -> Iterator[None]:
     """Puts the calling thread before those that compute, where the system allows it (root, or a limit of `nice`).
 
-    For one that sleeps most of the time: on a busy core it wakes up late, and the link waits. On two hosts
-    (bench/overlap.py, MLP of 640 rows) a step takes 393 to 398 ms instead of 409 to 414.
+    For one that sleeps most of the time: on a busy core it wakes up late, and the link waits (bench/README.md).
     """
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     # On Linux 0 is the calling thread, elsewhere the process.

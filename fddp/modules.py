@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fddp.checks import refuse_deleted
 from fddp.objective import Weighted
 from fddp.state import TrainState
 
@@ -134,6 +135,7 @@ def _with_state(value: Any, model_state: Any) -> Any:
 
 def _copied(tree: Any) -> Any:
     """Equal values in memory of their own: on one device where this process has the whole of each, else as they lie."""
+    refuse_deleted(tree)
     tree = jax.tree.map(jnp.asarray, tree)
     if all(x.is_fully_replicated for x in jax.tree.leaves(tree)):
         tree = jax.tree.map(lambda x: x.addressable_data(0), tree)

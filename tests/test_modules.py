@@ -123,3 +123,11 @@ def test_what_lies_in_parts_stays_in_parts(make):
         model.eval()
     buffers = state.model_state if make is with_nnx else state.model_state["batch_stats"]
     np.testing.assert_allclose(model(X), by_hand(on_host(state.params), on_host(buffers["norm"])), rtol=1e-4, atol=1e-5)
+
+
+def test_a_used_up_state_has_no_module(group):
+    net, step, state = with_nnx(group(2))
+    later, _ = step(state, X)
+    with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
+        net.module(state)
+    net.module(later)
