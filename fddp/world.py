@@ -3,6 +3,7 @@
 Source: `torch.distributed.init_process_group`.
 """
 
+import importlib
 import importlib.util
 import os
 import re
@@ -163,10 +164,16 @@ def _start_mpi(launch: Launch) -> Group:
             "or use backend 'gloo'."
         )
     comm = _mpi_world(launch, "use backend 'gloo'")
-    group = mpi_group(comm)
-    if group.processes > 1:
-        end_together(group.rank, group.processes, _mpi_ending(comm.Clone()))
-    return group
+    if comm.size > 1:  # first of all, so that an error of all ranks is told in full by one of them
+        end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()))
+    try:
+        importlib.import_module("mpi4jax")
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"backend 'mpi': mpi4jax does not load beside the MPI of mpi4py ({str(error).splitlines()[0]}); "
+            "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
+        ) from None
+    return mpi_group(comm)
 
 
 def _mpi_world(launch: Launch, otherwise: str) -> Any:

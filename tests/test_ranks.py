@@ -4,12 +4,13 @@ Each rank of a job asserts the claims in `workers/*_claims.py` for itself; here 
 """
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import JOBS, Outcome, case, free_port, launch
+from processes import JOBS, TESTS, Outcome, case, free_port, launch
 from workers.claims import HELD
 from workers.hold_claims import claimed
 
@@ -115,6 +116,22 @@ def test_mpi_on_several_devices_is_an_error(tmp_path: Path):
     assert outcome.ended
     assert not outcome.succeeded
     assert "backend 'mpi' drives one device a process, and this one has 2" in outcome.outputs[0]
+
+
+def test_an_mpi4jax_that_does_not_load_is_told_in_full_once_and_names_the_doctor(tmp_path: Path):
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!\\n - built with')")
+    path = os.pathsep.join(map(str, (packages, TESTS.parent, TESTS)))
+    outcome = launch("mpi", 2, "joins.py", folder=tmp_path, timeout_s=60, PYTHONPATH=path)
+    assert outcome.ended and not outcome.succeeded
+    first, second = outcome.outputs
+    told = (
+        "RuntimeError: backend 'mpi': mpi4jax does not load beside the MPI of mpi4py (MPI ABI incompatibility "
+        "detected!); `python -m fddp doctor` names the command that mends it, or use backend 'gloo'.\n"
+    )
+    assert first.count("Traceback") == 1 and first.endswith(told)
+    assert second == f"fddp: rank 1 of 2 failed as the others did: {told}"
 
 
 ### How they end
