@@ -1,10 +1,12 @@
 """What a step refuses in each call, in the user's words, before JAX says it in its own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from fddp.plan import BucketPlan
+from fddp.program import differentiable
 from fddp.replicas import described, shortened
 
 
@@ -22,6 +24,22 @@ def refuse_deleted(state: Any) -> None:
             "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
             "state that the step returned, or make the step with donate=False to use a state several times."
         )
+
+
+def check_trained(params: Any, chosen: Sequence[int]) -> None:
+    """Says that there is nothing to train.
+
+    Args:
+      params: what `step.init` was given.
+      chosen: numbers of the leaves that are trained.
+
+    Raises:
+      ValueError: there are none.
+    """
+    if not chosen:
+        floats = differentiable(jax.tree.leaves(params))
+        why = "float arrays, all of them ignored" if floats else "no float arrays"
+        raise ValueError(f"params holds {why}, so there is nothing to train: got {'; '.join(described('', params))}.")
 
 
 def check_params(plan: BucketPlan, params: Any) -> None:

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fddp.checks import refuse_deleted
+from fddp.checks import check_trained, refuse_deleted
 from fddp.group import Group
 from fddp.logbook import Stats, stats
 from fddp.measurement import Measurement, measure
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
-from fddp.optimizer import update
+from fddp.optimizer import check_needs, update
 from fddp.options import check_callable, check_optimizer, explained, read_options
 from fddp.plan import BucketPlan
-from fddp.program import differentiable
 from fddp.reducer import Reducer
 from fddp.replicas import check_arrays, described, equal_start, verify
 from fddp.shards import laid_out, optimizer_laid_out, specs
@@ -216,12 +215,8 @@ class TrainStep:
     def _form(self, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
         """What must be equal on all ranks before anything is sent."""
         check_arrays(params)
-        if not self._reducer.recipe.chosen(params):
-            floats = differentiable(jax.tree.leaves(params))
-            why = "float arrays, all of them ignored" if floats else "no float arrays"
-            raise ValueError(
-                f"params holds {why}, so there is nothing to train: got {'; '.join(described('', params))}."
-            )
+        check_trained(params, self._reducer.recipe.chosen(params))
+        check_needs(self._optimizer, self._reducer.recipe.trained(params))
         opt_state = jax.eval_shape(lambda params: self._optimizer.init(self._reducer.recipe.trained(params)), params)
         return [
             f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
@@ -251,7 +246,8 @@ def train_step(
       loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it is called with
         `model_state=` too and returns (loss, (model_state, aux)); with a random key it is called with `rng=`, a key of
         this step, micro-batch and replica.
-      optimizer: any optax transformation.
+      optimizer: any optax transformation; those with extra arguments get `value`, the mean loss, and `grad`. With
+        `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses `params.fast`.
       group: the replicas; None: those of `fddp.init()`.
       has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas.
       **options: fields of `fddp.Options`, named as DDP names them, and their defaults:
@@ -260,7 +256,7 @@ def train_step(
       A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).
 
     Raises:
-      TypeError: an unknown option, or something that is not a function.
+      TypeError: an unknown option, a loss that is no function, an optimizer that wants more than loss and gradients.
       ValueError: an option out of its range.
 
     Example:
@@ -272,13 +268,14 @@ def train_step(
     """
     check_callable("train_step", "loss_fn", loss_fn)
     check_optimizer("train_step", optimizer)
+    check_needs(optimizer)
     settings = read_options("train_step", options)
     objective = make_objective(loss_fn, has_aux=has_aux)
 
     def make(group: Group) -> TrainStep:
         def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
             trained = reducer.recipe.trained(state.params)
-            new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used)
+            new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
             state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
             state = laid_out(group.member, state._replace(step=state.step + 1), reducer.where)
             return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)

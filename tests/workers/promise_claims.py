@@ -173,3 +173,17 @@ def a_rank_that_ends_with_a_small_batch_counts_with_all_its_rows_afterwards(grou
         seen.append(float(state.params))
     # All rows of the first and the second step; of the third rank 0's four, divided by four rows of each rank.
     np.testing.assert_allclose(-np.diff(seen), [1, 2, 3 / group.size], rtol=1e-6)
+
+
+### Optimizers that ask for the loss
+
+
+@claim()
+def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
+    extra_args: Any = optax.GradientTransformationExtraArgs
+    seen = extra_args(lambda params: jnp.zeros(()), lambda updates, state, params=None, *, value, **_: (updates, value))
+    for schedule in SCHEDULES:
+        step = fddp.train_step(product, seen, group=group, schedule=schedule)
+        state, _ = step(step.init(np.float32(2)), rows(1 + group.rank))
+        np.testing.assert_allclose(state.opt_state, 1 + group.size, rtol=1e-6)
+        assert same_on_all_ranks(group, state)
