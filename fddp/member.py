@@ -6,11 +6,8 @@ of one replica into a program that runs on all of them, and `communicator` is wh
 move bytes between the hosts themselves.
 """
 
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +30,6 @@ Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
 MESSAGES = 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
-URGENCY = 10  # steps of niceness
 
 # XLA would merge all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops barriers
 # before it puts instructions in order, and collectives of ranks whose programs differ then come in different orders.
@@ -208,12 +204,11 @@ def mpi_member(comm: Any) -> Member:
         sent = np.asarray(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
-        with urgent():
-            requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
-            wait = FIRST_WAIT_S
-            while not MPI.Request.Testall(requests):
-                time.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT_S)
+        requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
+        wait = FIRST_WAIT_S
+        while not MPI.Request.Testall(requests):
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
         return jax.device_put(received, device).astype(x.dtype)
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
@@ -245,22 +240,6 @@ def mpi_member(comm: Any) -> Member:
         gather=gather,
         send=send,
     )
-
-
-@contextmanager
-def urgent() -> Iterator[None]:
-    """Puts the calling thread before those that compute, where the system allows it (root, or a limit of `nice`).
-
-    For one that sleeps most of the time: on a busy core it wakes up late, and the link waits (bench/README.md).
-    """
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    # On Linux 0 is the calling thread, elsewhere the process.
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, usual - URGENCY if sys.platform == "linux" else usual)
-    try:
-        yield
-    finally:
-        os.setpriority(os.PRIO_PROCESS, 0, usual)
 
 
 def _first_devices(mesh: Mesh) -> list[Any]:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,29 +16,11 @@ import pytest
 from jax.sharding import Mesh
 
 import fddp
-from fddp.member import URGENCY, urgent
 
 W = np.zeros((), np.float32)
 
 
 ### One process: what goes in comes out
-
-
-def test_only_the_thread_that_waits_is_urgent_and_only_as_long_as_it_waits():
-    niceness = lambda: os.getpriority(os.PRIO_PROCESS, 0)  # noqa: E731
-    usual = niceness()
-
-    def wait() -> list[int]:
-        seen: list[int] = []
-        with pytest.raises(ZeroDivisionError), urgent():
-            seen.append(niceness())
-            raise ZeroDivisionError
-        return [*seen, niceness()]
-
-    with ThreadPoolExecutor(1) as other:
-        waiting, afterwards = other.submit(wait).result()
-    assert waiting in (usual, usual - URGENCY)  # the latter where the system allows it
-    assert (afterwards, niceness()) == (usual, usual)
 
 
 def test_replicas_are_the_devices_of_the_mesh(group):
