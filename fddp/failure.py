@@ -4,18 +4,27 @@ A rank that dies alone leaves the others waiting inside a collective for ever. S
 asks whether the other ranks fail too (an error that all can see, a bad option say): then each ends by itself. If not,
 the world is taken down. `sys.exit` with a status other than 0 counts as such an exception, even where it is caught;
 `raise SystemExit` goes unnoticed.
+
+A rank that catches its error may try again, if all ranks are where it is.
 """
 
 import atexit
+import math
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+import jax
+import numpy as np
+
 GRACE_S = 5.0
+PATIENCE_S = 10.0
 
 
 class Ending(NamedTuple):
@@ -59,6 +68,91 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
     _on_exit(lambda status: end(f"sys.exit({status!r})", f"sys.exit({status!r})\n"))
 
 
+class Recovery:
+    """What a rank has sent to its group, and whether it may send again after an error.
+
+    If a rank failed alone between its messages and then began anew, its first one would meet a later one of the others.
+    """
+
+    def __init__(self, meet: Callable[[int, float], bool]) -> None:
+        """Args:
+        meet: (place, seconds) → whether all ranks ask this with the same place, within so many seconds of the first;
+            all get the same answer, by other means than messages.
+        """
+        self._meet, self._lock, self._sent = meet, threading.Lock(), 0
+        self._failed = self._lost = False
+
+    def sends(self) -> None:
+        """Notes that a message leaves; on any thread."""
+        with self._lock:
+            self._sent += 1
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Notes an error that comes after messages have left."""
+        self.resume()
+        before = self._sent
+        try:
+            yield
+        except BaseException:
+            self._failed = self._sent > before
+            raise
+
+    def resume(self) -> None:
+        """After such an error, makes sure that all ranks are at the same place.
+
+        Raises:
+          RuntimeError: they are not, or did not come in time.
+        """
+        if self._failed and not self._lost:
+            self._lost = True
+            atexit.register(_leave)
+            if self._meet(self._sent, PATIENCE_S):
+                self._failed = self._lost = False
+                atexit.unregister(_leave)
+        if self._failed:
+            raise RuntimeError(
+                f"an earlier error left this rank at message {self._sent} of its group, and not all ranks came back "
+                f"from an error there within {PATIENCE_S:g} s: what they send would no longer fit together. Start the "
+                "script anew on all ranks; a group cannot be made anew while some of its ranks wait inside a step."
+            )
+
+
+def mpi_meet(comm: Any) -> Callable[[int, float], bool]:
+    """How ranks of MPI meet, on a communicator that nothing else uses."""
+    kept: list[Any] = []  # MPI may write there when nobody waits any more
+
+    def gather(number: int) -> tuple[np.ndarray, Callable[[], bool]]:
+        mine, numbers = np.array([number], int), np.zeros(comm.size, int)
+        kept.append((comm.Iallgather(mine, numbers), mine, numbers))
+        return numbers, kept[-1][0].Test
+
+    def meet(place: int, seconds: float) -> bool:
+        places, came = gather(place)
+        together = poll(came, seconds) and bool(np.all(places == place))
+        # Asked again, so that who comes too late hears that another has given up.
+        answers, told = gather(together)
+        return together and poll(told, math.inf) and bool(np.all(answers))
+
+    return meet
+
+
+def service_meet(find_client: Callable[[], Any], processes: Sequence[int]) -> Callable[[int, float], bool]:
+    """How processes of jax.distributed meet, at its coordination service, of which they have a client by then."""
+
+    def meet(place: int, seconds: float) -> bool:
+        if len(processes) == 1:
+            return True
+        name = f"fddp/again/{'-'.join(map(str, processes))}/{place}"
+        try:
+            find_client().wait_at_barrier(name, int(1000 * seconds), list(processes))
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return meet
+
+
 def poll(done: Callable[[], bool], seconds: float) -> bool:
     """Asks until the answer is yes or the time is over."""
     end = time.monotonic() + seconds
@@ -67,6 +161,14 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def _leave() -> None:
+    """Ends a process as failed that others wait for, even if it caught the error that told it so."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(1.0)  # others may be ending by themselves
+    os._exit(1)
 
 
 def _on_exit(act: Callable[[Any], None]) -> None:

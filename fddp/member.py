@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import UInt8
 
 from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
-from fddp.jax_internals import OVERLAP_OPTIONS
+from fddp.failure import Recovery, mpi_meet, service_meet
+from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client
 from fddp.landing import landing
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
@@ -71,6 +72,8 @@ class Member(NamedTuple):
     """Equally many bytes from every process, on every process."""
     send: Callable[[Bytes, int], Bytes]
     """`send(data, root)`: root's bytes, on every process."""
+    recovery: Recovery
+    """What becomes of the next step after an error inside one."""
     lanes: "tuple[Member, ...]" = ()
     """Members whose `reduce` may run side by side, each bucket on the next; none: this one alone."""
 
@@ -173,6 +176,7 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         feed=feed,
         gather=gather,
         send=send,
+        recovery=Recovery(service_meet(coordination_client, [x.process_index for x in hosts.devices.flat])),
     )
 
 
@@ -239,6 +243,7 @@ def mpi_member(comm: Any) -> Member:
         feed=lambda rows: rows,
         gather=gather,
         send=send,
+        recovery=Recovery(mpi_meet(comm.Clone())),
     )
 
 

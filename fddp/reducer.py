@@ -58,8 +58,7 @@ class Reducer:
         self._runner: Runner | None = None
         self._hold: Any = None
         """What adds a batch to what is pending; with the runner, the first batch settles it."""
-        self._compared = False
-        """Whether the ranks' compiled programs are known to send the same."""
+        self._compared = False  # whether the ranks' compiled programs are known to send the same
         self._left_out: tuple[int, ...] = ()
         """Trained leaves that no bucket holds, and"""
         self._forms = set[Any]()
@@ -72,7 +71,8 @@ class Reducer:
         if not self._compared and self.runner.lower and self.group.processes > 1:
             verify_collectives(self.group, self.runner.lower(*arguments))
         self._compared = True
-        result, memory = self.runner.run(*arguments)
+        with self.group.member.recovery.attempt():
+            result, memory = self.runner.run(*arguments)
         return result, self.recipe.by_leaf(self._settled[0], state.hook_state, memory)
 
     def hold(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:

@@ -69,7 +69,14 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
     program = member.program(step, (EVERYWHERE, own, own, own), (EVERYWHERE, own), donate=(0, 2) if donate else ())
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        result = program(state, pending, memory, member.feed(rows))
+        given = (state, pending, memory, member.feed(rows))
+        try:
+            result = program(*given)
+        except BaseException:
+            program.lower(*given)  # what cannot be traced has sent nothing, and fails here once more
+            member.recovery.sends()
+            raise
+        member.recovery.sends()
         return jax.block_until_ready(result) if member.crowded else result
 
     def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:

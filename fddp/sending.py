@@ -60,8 +60,10 @@ def sending(member: Member, reductions: Sequence[Reduction]) -> Callable[..., Se
         if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
             total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
         elif reduction.apply is None:
+            member.recovery.sends()
             total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.communicator, size, wire.dtype)
         else:
+            member.recovery.sends()
             total, mine, sent, finite = jax.block_until_ready(programs[k](wire, mine))
         nbytes = size * wire.dtype.itemsize
         span = Span("communication", reduction.name, start, perf_counter(), nbytes)

@@ -137,9 +137,9 @@ def test_an_mpi4jax_that_does_not_load_is_told_in_full_once_and_names_the_doctor
 ### How they end
 
 
-def ended(folder: Path, backend: str, size: int, how: str) -> tuple[str, ...]:
+def ended(folder: Path, backend: str, size: int, how: str, script: str = "ends.py") -> tuple[str, ...]:
     """What each rank shows of a script that ends badly; no process may go on, and none may end as if all were well."""
-    outcome = launch(backend, size, "ends.py", how, folder=folder, timeout_s=30)
+    outcome = launch(backend, size, script, how, folder=folder, timeout_s=30)
     assert outcome.ended
     assert 0 not in outcome.codes
     return outcome.outputs
@@ -177,3 +177,32 @@ def test_sys_exit_on_one_rank_ends_all(backend: str, size: int, tmp_path: Path):
 @on_two_ranks
 def test_a_killed_rank_ends_all(backend: str, size: int, tmp_path: Path):
     ended(tmp_path, backend, size, "killed")
+
+
+### How they go on after an error
+
+
+NOT_TOGETHER = "RuntimeError: an earlier error left this rank at message 8 of its group, and not all ranks came back"
+
+
+@on_two_ranks
+@pytest.mark.parametrize("how", ["again", "new"])
+def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(
+    backend: str, size: int, how: str, tmp_path: Path
+):
+    _, last = ended(tmp_path, backend, size, how, "retries.py")
+    assert NOT_TOGETHER in last
+
+
+@on_two_ranks
+def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, size: int, tmp_path: Path):
+    _, last = ended(tmp_path, backend, size, "swallow", "retries.py")
+    assert "all went well" in last
+
+
+@on_two_ranks
+def test_a_rank_that_comes_too_late_from_an_error_of_all_hears_that_the_others_gave_up(
+    backend: str, size: int, tmp_path: Path
+):
+    for output in ended(tmp_path, backend, size, "late", "retries.py"):
+        assert NOT_TOGETHER in output or "failed as the others did" in output

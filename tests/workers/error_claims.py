@@ -118,3 +118,18 @@ def after_an_error_that_all_ranks_catch_the_next_attempt_trains(group: fddp.Grou
 @claim(sizes=(2,))
 def after_an_error_on_one_of_several_lanes_the_next_attempt_trains(group: fddp.Group):
     errors_on_all_ranks_are_caught(group, 2, *PLACES[:2] * 4)
+
+
+@claim()
+def a_rank_that_fails_alone_before_it_sends_may_try_again(group: fddp.Group):
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum((w - x) ** 2)
+
+    for schedule in ("fused", "staged", "after"):
+        step = fddp.train_step(loss, optax.sgd(0.5), group=group, schedule=schedule, donate=False)
+        state = step.init(jnp.zeros(10))
+        for number in (-1, 0, 1):
+            if group.rank == number:  # the others wait meanwhile
+                assert "shapes" in error_of(partial(step, state, np.zeros((1, 3), np.float32)), Exception)
+            new, _ = step(state, rows(group))
+            np.testing.assert_array_equal(new.params, np.full(10, np.arange(group.size).mean()), err_msg=schedule)

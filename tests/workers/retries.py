@@ -1,0 +1,52 @@
+"""Scripts whose last rank fails inside its third step, catches the error and tries again: `retries.py HOW`."""
+
+import sys
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+from fddp import failure
+
+failure.PATIENCE_S = 2.0
+
+
+def main(how: str) -> None:
+    group = fddp.init()
+    last = group.rank == group.size - 1
+    calls: list[int] = []
+
+    def reduce(wire: jax.Array) -> jax.Array:
+        calls.append(wire.size)
+        if len(calls) == 3 * 3 - 1 and (last or how == "late"):  # the second all-reduce of three
+            raise ArithmeticError("on purpose")
+        return group.member.reduce(wire)
+
+    breaking = replace(group, member=group.member._replace(reduce=reduce))
+
+    def step() -> tuple[fddp.TrainStep, fddp.TrainState]:
+        loss = lambda p, x: sum(jnp.mean((w - x) ** 2) for w in p)  # noqa: E731
+        step = fddp.train_step(loss, optax.sgd(0.1), group=breaking, schedule="staged", bucket_cap_mb=0, donate=False)
+        return step, step.init([jnp.zeros(n) for n in (1, 2, 3)])
+
+    train, state = step()
+    for _ in range(100):
+        try:
+            state, _ = train(state, np.zeros(1, np.float32))
+        except ArithmeticError:
+            if how == "late" and last:
+                time.sleep(4.0)
+            if how == "new":
+                train, state = step()
+        except RuntimeError:
+            if how != "swallow" or not last:
+                raise
+    print("all went well")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
