@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax._src import config, mesh
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Item = TypeVar("Item")
 Args = ParamSpec("Args")
@@ -81,6 +83,42 @@ def make_program(
 def new_variable(like: Var) -> Var:
     """A variable of its own for a value of the same form. Relies on the constructor of variables."""
     return Var(like.aval)
+
+
+def over_axes(
+    f: Callable[..., Any], *, in_specs: Any, out_specs: Any, axis_names: set[str], mesh: Mesh | None = None
+) -> Any:
+    """`jax.shard_map` without `check_vma`, for arrays without elements too.
+
+    The compiler of JAX 0.11 crashes if such an array goes in beside others: inside it is made anew.
+    """
+
+    @wraps(f)
+    def spread(*args: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+        full = [k for k, x in enumerate(leaves) if x.size]
+        around = mesh or jax.sharding.get_abstract_mesh()
+        sizes = AbstractMesh(around.axis_sizes, around.axis_names)
+
+        @wraps(f)
+        def inside(*given: Any) -> Any:
+            local = dict(zip(full, given))
+            for k, x in enumerate(leaves):
+                if k not in local:
+                    local[k] = jnp.zeros(NamedSharding(sizes, specs[k]).shard_shape(x.shape), x.dtype)
+            return f(*treedef.unflatten(local[k] for k in range(len(leaves))))
+
+        return jax.shard_map(
+            inside,
+            mesh=mesh,
+            in_specs=tuple(specs[k] for k in full),
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=False,
+        )(*(leaves[k] for k in full))
+
+    return spread
 
 
 ### Equations

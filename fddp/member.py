@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 
 from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
 from fddp.failure import Recovery, mpi_meet, service_meet
-from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client
+from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
 from fddp.landing import landing
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
@@ -124,9 +124,7 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
-        spread = jax.shard_map(
-            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name}, check_vma=False
-        )
+        spread = over_axes(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name})
         # Several devices of a replica hold what `place` gave them. Where results lie is said too: of arrays without
         # elements XLA finds that they are equal everywhere, and the next program would not take them.
         specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.jax_internals import over_axes
 from fddp.member import EVERYWHERE, Member
 from fddp.optimizer import map_state, masked
 from fddp.plan import BucketPlan
@@ -156,7 +157,7 @@ def _on_each_device(member: Member, f: Function, in_specs: Any, out_specs: Any) 
     axes = other_axes(member)
     if not axes:
         return f
-    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+    return over_axes(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -79,6 +79,36 @@ def test_a_new_variable_has_the_form_of_the_old_one_and_is_another():
     assert new.aval == old.aval
 
 
+def test_arrays_without_elements_go_into_functions_over_axes_with_others():
+    # A compiler that cannot take them crashes: not this process.
+    run_python("""
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import Mesh, PartitionSpec as P
+        from fddp.jax_internals import over_axes
+
+        jax.config.update("jax_num_cpu_devices", 4)
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("replica", "model"))
+
+        def inner(tree, x):
+            assert jax.tree.map(jnp.shape, tree) == {"none": (3, 0), "rows": (0, 2), "key": (0,)}, tree
+            return tree, x + 1
+
+        def outer(tree, x):
+            assert jax.tree.map(jnp.shape, (tree, x)) == ({"none": (3, 0), "rows": (0, 4), "key": (0,)}, (2, 4))
+            where = {"none": P(), "rows": P(None, "model"), "key": P()}, P(None, "model")
+            tree, x = over_axes(inner, in_specs=where, out_specs=where, axis_names={"model"})(tree, x)
+            return tree, jax.lax.psum(x, "replica")
+
+        f = over_axes(outer, mesh=mesh, in_specs=(P(), P("replica")), out_specs=(P(), P()), axis_names={"replica"})
+        none, rows = jnp.zeros((3, 0), jnp.bfloat16), jnp.zeros((0, 4), jnp.int32)
+        tree = {"none": none, "rows": rows, "key": jax.random.split(jax.random.key(0), 0)}
+        tree, x = jax.jit(f)(tree, jnp.ones((4, 4)))
+        assert jax.tree.map(jnp.shape, tree) == {"none": (3, 0), "rows": (0, 4), "key": (0,)}, tree
+        assert (tree["none"].dtype, tree["rows"].dtype) == (jnp.bfloat16, jnp.int32)
+        np.testing.assert_array_equal(x, np.full((2, 4), 4))
+    """)
+
+
 ### Equations
 
 
