@@ -202,6 +202,8 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
             launch.rank,
             local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
+            # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
+            cluster_detection_method="deactivate" if backend == "gloo" else None,
         )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
