@@ -37,7 +37,7 @@ def loaded() -> tuple[str | None, str]:
     if run.returncode == 0:
         return vendor, ""
     if built and vendor:
-        return vendor, f"mpi4jax was built with {built[1]}, mpi4py has {vendor}"
+        return vendor, f"mpi4jax was built with {_named(built[1]) or built[1]}, mpi4py has {vendor}"
     return vendor, (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]
 
 
@@ -73,11 +73,13 @@ def vendor_of(program: str, *questions: str) -> str | None:
             run = subprocess.run([program, question], capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.SubprocessError):
             continue
-        said = (run.stdout + run.stderr).partition("\n")[0]
-        for vendor, words in VENDORS.items():
-            if any(word in said for word in words):
-                return vendor
+        if vendor := _named((run.stdout + run.stderr).partition("\n")[0]):
+            return vendor
     return None
+
+
+def _named(said: str) -> str | None:
+    return next((vendor for vendor, words in VENDORS.items() if any(word in said for word in words)), None)
 
 
 def _programs(names: tuple[str, ...]) -> list[str]:

@@ -15,7 +15,7 @@ SAY = {
     "mpicc.mpich": "mpicc for MPICH version 4.0.2",
 }
 MISMATCH = """MPI ABI incompatibility detected!
-  - MPI library mismatch: mpi4jax was built with 'Open MPI' but runtime uses 'MPICH Version:'.
+  - MPI library mismatch: mpi4jax was built with 'MPICH Version:' but runtime uses 'Open MPI'.
 
 This can cause silent data corruption or crashes."""
 
@@ -69,14 +69,14 @@ def test_an_nvcc_without_headers_needs_a_cuda_path(here):
     ("mpi4jax", "problem"),
     [
         ("", ""),
-        (f"raise RuntimeError({MISMATCH!r})", "mpi4jax was built with Open MPI, mpi4py has MPICH"),
-        ("raise ImportError('libmpi.so.40: cannot open')", "ImportError: libmpi.so.40: cannot open"),
+        (f"raise RuntimeError({MISMATCH!r})", "mpi4jax was built with MPICH, mpi4py has Open MPI"),
+        ("raise ImportError('libmpi.so.12: cannot open')", "ImportError: libmpi.so.12: cannot open"),
     ],
 )
 def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(tmp_path, monkeypatch, mpi4jax, problem):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: initialize = True\n")
-    (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('MPICH', (5, 0, 2))\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('Open MPI', (4, 1, 4))\n")
     (tmp_path / "mpi4jax.py").write_text(mpi4jax)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert vendors.loaded() == ("MPICH", problem)
+    assert vendors.loaded() == ("Open MPI", problem)
