@@ -43,7 +43,7 @@ UNNAMED = tuple(
 # It says which thread may start programs of several processes: to take it along would be to switch it off.
 LEFT = {"jax_thread_guard"}
 
-# XLA of JAX 0.11.1 writes all-reduces of a few MiB between the GPUs of a host as kernels of its own, and computes nothing
+# XLA of JAX 0.11.1 writes all-reduces of a few MiB between GPUs of a host as kernels of its own, and computes nothing
 # beside those of 16 bits, which hides no traffic. Earlier ones do not know the option that leaves them to NCCL.
 OVERLAP_OPTIONS: dict[str, str] = (
     {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 11, 1) else {}
