@@ -62,7 +62,8 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
     assert not any(flight.loops for flight in audit.flights)
     sizes, planned = [f.nbytes for f in audit.flights], [b.nbytes for b in audit.plan.buckets]
     assert sizes[:-1] == planned[:-1]
-    buffers = sum(4 * x.size for x in jax.tree.leaves(read_workload(name, 8).model_state))
+    # The bits of a buffer travel as two numbers of 16 bits, each in a float.
+    buffers = sum(8 * x.size for x in jax.tree.leaves(read_workload(name, 8).model_state))
     # Loss, weight and one metric: three floats.
     assert sizes[-1] == planned[-1] + 3 * 4 + buffers
 
