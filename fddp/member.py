@@ -270,7 +270,7 @@ def _committed(tree: Any) -> bool:
 
 
 def _placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    if isinstance(x, jax.Array) and x.sharding == sharding:
+    if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.sharding == sharding):
         return x
     if not hasattr(x, "dtype"):  # a number of Python's
         x = np.asarray(x, jnp.result_type(x))
