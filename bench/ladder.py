@@ -135,7 +135,7 @@ def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
             sends.append(send(k, memory, lambda: sends[0], wire))
         spans.extend(one.span for one in sends)
         back = [lambda one=one: one for one in sends]
-        result = land(now.update, jax.tree.leaves(state), back, kept, spans)
+        result = land(member, now.update, jax.tree.leaves(state), back, kept, spans)
         return now.result.unflatten(result), remembered(sends, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))

@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 
 from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
 from fddp.failure import Recovery, mpi_meet, service_meet
-from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
+from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, from_process, over_axes
 from fddp.landing import landing
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
@@ -149,12 +149,12 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
     )
 
     def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
-        return np.asarray(copy(jax.make_array_from_process_local_data(NamedSharding(hosts, row), data[None])))
+        return np.asarray(copy(from_process(NamedSharding(hosts, row), data[None])))
 
     def send(data: Bytes, root: int) -> Bytes:
         # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
-        return np.asarray(join(jax.make_array_from_process_local_data(NamedSharding(hosts, row), mine[None])))
+        return np.asarray(join(from_process(NamedSharding(hosts, row), mine[None])))
 
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
     total = program(communicator.psum, (own,), EVERYWHERE)
@@ -203,7 +203,7 @@ def mpi_member(comm: Any) -> Member:
             return x
         # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less
         # often, leaves it free. In several messages one is on the wire while another is being added up.
-        sent = np.asarray(mpi_word(x))
+        sent = jax.device_get(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
         requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
@@ -277,6 +277,6 @@ def _placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = jax.make_array_from_process_local_data(sharding, np.asarray(jax.random.key_data(x)))
+        words = from_process(sharding, jax.random.key_data(x))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    return from_process(sharding, x)

@@ -113,7 +113,7 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
         spans.extend(one.span for one in sends)
         clock = perf_counter()
         wires = replace(wires, arrays=tuple(one.total for one in sends))
-        result = jax.block_until_ready(finish(state, wires, kept, bytes_of(sends)))
+        result = jax.block_until_ready(finish(state, wires, kept, bytes_of(member, sends)))
         spans.append(Span("update", "update", clock, perf_counter()))
         return result, remembered(sends, memory)
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from fddp.communicator import MOST, psum_bytes
+from fddp.jax_internals import asked_for
 from fddp.member import EVERYWHERE, Member, lifted, lowered
 from fddp.reduction import PLAIN, Reduction, all_finite, summed
 from fddp.timeline import Span
@@ -57,17 +58,18 @@ def sending(member: Member, reductions: Sequence[Reduction]) -> Callable[..., Se
         reduction = reductions[k] if k < len(reductions) else PLAIN
         mine = memory[k] if k < len(memory) else ()
         size, finite = wire.size // member.share, True
-        if reduction.leaves is not None and not np.asarray(first().total)[list(reduction.leaves)].any():
+        if reduction.leaves is not None and not jax.device_get(first().total)[list(reduction.leaves)].any():
             total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
         elif reduction.apply is None:
             member.recovery.sends()
             total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.communicator, size, wire.dtype)
         else:
             member.recovery.sends()
-            total, mine, sent, finite = jax.block_until_ready(programs[k](wire, mine))
+            with asked_for():  # a collective of MPI takes a token along, which is new in each thread
+                total, mine, sent, finite = jax.block_until_ready(programs[k](wire, mine))
         nbytes = size * wire.dtype.itemsize
         span = Span("communication", reduction.name, start, perf_counter(), nbytes)
-        return Sent(total, mine, sent, span, bool(finite))
+        return Sent(total, mine, sent, span, bool(jax.device_get(finite)))
 
     return send
 
@@ -83,6 +85,7 @@ def lanes_of(member: Member, reductions: Sequence[Reduction]) -> tuple[Member, .
     return (member,) if hooked or not member.lanes else member.lanes
 
 
-def bytes_of(sends: Sequence[Sent]) -> UInt32[np.ndarray, " wires"]:
-    """What each replica sent for each wire (at most 2³² − 1 bytes are told)."""
-    return np.array([min(int(send.nbytes), MOST) for send in sends], np.uint32)
+def bytes_of(member: Member, sends: Sequence[Sent]) -> UInt32[jax.Array, " wires"]:
+    """What each replica sent for each wire (at most 2³² − 1 bytes are told), as an argument of a program."""
+    nbytes = jax.device_get([send.nbytes for send in sends])
+    return member.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), EVERYWHERE)

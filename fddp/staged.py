@@ -55,7 +55,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
         try:
             sender = with_configuration(partial(send, memory=memory))
             sends, kept = _launch(now.backward, leaves, sender, threads, spans)
-            result = land(now.update, equal, [one.result for one in sends], kept, spans)
+            result = land(member, now.update, equal, [one.result for one in sends], kept, spans)
         finally:
             # Nothing is called off: after an error, too, each lane sends what was made before, the same on all ranks.
             for thread in threads:
@@ -171,11 +171,17 @@ def _follow(before: Sequence[Future[Sent]], send: Callable[..., Sent], *args: An
 
 
 def land(
-    update: Relay, leaves: Sequence[jax.Array], back: Sequence[Callable[[], Sent]], kept: Any, spans: list[Span]
+    member: Member,
+    update: Relay,
+    leaves: Sequence[jax.Array],
+    back: Sequence[Callable[[], Sent]],
+    kept: Any,
+    spans: list[Span],
 ) -> list[jax.Array]:
     """Uses wires as they come back, while later ones travel.
 
     Args:
+      member: the replicas.
       update: the second half of a step.
       leaves: of the state.
       back: for each wire, what waits until it is back.
@@ -190,7 +196,7 @@ def land(
     for k, group in enumerate(update.groups):
         values[len(leaves) + k] = back[k]().total
         if k == len(back) - 1:
-            values[len(leaves) + len(back) + len(kept)] = bytes_of([one() for one in back])
+            values[len(leaves) + len(back) + len(kept)] = bytes_of(member, [one() for one in back])
         clock = perf_counter()
         out.update(zip(group, jax.block_until_ready(update.run(k, values))))
         spans.append(Span("update", f"update {k}", clock, perf_counter()))

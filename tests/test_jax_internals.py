@@ -365,6 +365,20 @@ def test_a_context_goes_along_into_another_thread_and_leaves_no_trace_there(name
         assert thread.submit(ask).result() == there, f"jax.{name} is left behind"
 
 
+### Transfers
+
+
+def test_a_transfer_that_is_asked_for_passes_the_guard():
+    def transfer() -> jax.Array:
+        return jnp.ones(3) + np.ones(3, np.float32)
+
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
+            transfer()
+        with internals.asked_for():
+            assert transfer().tolist() == [2.0] * 3
+
+
 ### Options of XLA
 
 

@@ -147,6 +147,20 @@ def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, op
     np.testing.assert_array_equal(state.params["b"], np.ones(2))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@pytest.mark.parametrize("options", [{}, {"hook": hooks.bf16()}], ids=["plain", "hook"])
+def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, options):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group(n), schedule=schedule, **options
+    )
+    state, rows = step.init(np.zeros(())), group(n).member.place(np.full(4, 2.0), group(n).member.own)
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            state, _ = step(state, rows)
+    assert float(state.params) == 2
+
+
 def test_an_error_of_the_communication_thread_reaches_the_caller(group):
     def broken(wire):
         raise ConnectionError("the wire is cut")

@@ -171,6 +171,18 @@ def two_jobs_of_one_group_do_not_meet(group: fddp.Group):
     assert float(b.params) == float(a.params) + 1
 
 
+@claim(sizes=(2,))
+def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fddp.Group):
+    for options in ({}, {"hook": fddp.hooks.bf16()}):
+        for schedule in ("staged", "after"):
+            step = towards_the_mean(group, schedule=schedule, **options)
+            state, mine = step.init(np.zeros(())), jax.device_put(rows(group.rank))
+            state, _ = step(state, mine)
+            with jax.transfer_guard("disallow"):
+                state, _ = step(state, mine)
+            assert float(state.params) == np.arange(group.size).mean(), schedule
+
+
 ### Buffers and random keys
 
 
