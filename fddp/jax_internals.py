@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src import config, mesh
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -76,9 +75,8 @@ def make_program(
     consts = consts or {}
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     names = like.jaxpr.debug_info.with_unknown_names()
-    return ClosedJaxpr(
-        Jaxpr(list(consts), list(inputs), list(outputs), list(eqns), effects, names), list(consts.values())
-    )
+    jaxpr = Jaxpr(list(consts), list(inputs), list(outputs), list(eqns), effects, names)
+    return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
 def new_variable(like: Var) -> Var:
@@ -237,10 +235,9 @@ def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
 asked_for = config.explicit_device_put_scope
 
 
-def from_process(sharding: jax.sharding.Sharding, x: Any) -> jax.Array:
-    """`jax.make_array_from_process_local_data`, as a transfer that is asked for."""
-    with asked_for():
-        return jax.make_array_from_process_local_data(sharding, np.asarray(jax.device_get(x)))
+def without_jit() -> bool:
+    """Whether this is inside of `jax.disable_jit()`."""
+    return config.disable_jit.value
 
 
 def _set(setting: Any, value: Any) -> Any:

@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 
 from fddp.communicator import Communicator, axis_communicator, mpi_communicator, mpi_word
 from fddp.failure import Recovery, mpi_meet, service_meet
-from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, from_process, over_axes
+from fddp.jax_internals import OVERLAP_OPTIONS, asked_for, coordination_client, over_axes
 from fddp.landing import landing
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
@@ -149,12 +149,14 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
     )
 
     def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
-        return np.asarray(copy(from_process(NamedSharding(hosts, row), data[None])))
+        with jax.disable_jit(False):  # operation by operation no host sees what another has
+            return np.asarray(copy(_from_process(NamedSharding(hosts, row), data[None])))
 
     def send(data: Bytes, root: int) -> Bytes:
         # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
-        return np.asarray(join(from_process(NamedSharding(hosts, row), mine[None])))
+        with jax.disable_jit(False):
+            return np.asarray(join(_from_process(NamedSharding(hosts, row), mine[None])))
 
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
     total = program(communicator.psum, (own,), EVERYWHERE)
@@ -269,7 +271,7 @@ def _committed(tree: Any) -> bool:
     return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))
 
 
-def _placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _placed(x: Any, sharding: jax.sharding.Sharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.sharding == sharding):
         return x
     if not hasattr(x, "dtype"):  # a number of Python's
@@ -277,6 +279,12 @@ def _placed(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = from_process(sharding, jax.random.key_data(x))
+        words = _from_process(sharding, jax.random.key_data(x))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return from_process(sharding, x)
+    return _from_process(sharding, x)
+
+
+def _from_process(sharding: jax.sharding.Sharding, x: Any) -> jax.Array:
+    """This process's part of an array over several, as a transfer that is asked for."""
+    with asked_for():
+        return jax.make_array_from_process_local_data(sharding, np.asarray(jax.device_get(x)))

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fddp.checks import check_params, refuse_deleted, refuse_lists
 from fddp.group import Group
+from fddp.jax_internals import without_jit
 from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Sums
 from fddp.options import Options
@@ -291,10 +292,9 @@ class Reducer:
         if self.options.schedule != "auto":
             return self.options.schedule
         cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
-        return "staged" if cpu_hosts and not own and not other_axes(self.group.member) else "fused"
+        return "staged" if cpu_hosts and not (own or other_axes(self.group.member) or without_jit()) else "fused"
 
 
 def _form(batch: Any) -> Any:
     """Structure, shapes and dtypes: what a program is traced for."""
-    leaves, treedef = jax.tree.flatten(batch)
-    return treedef, tuple((np.shape(x), x.dtype) for x in leaves)
+    return jax.tree.structure(batch), tuple((np.shape(x), x.dtype) for x in jax.tree.leaves(batch))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.jax_internals import with_configuration
+from fddp.jax_internals import with_configuration, without_jit
 from fddp.member import EVERYWHERE, Member, trace
 from fddp.relay import Relay, relay
 from fddp.schedule import Pieces, Runner
@@ -41,6 +41,11 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
     spans: list[Span] = []
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+        if without_jit():
+            raise ValueError(
+                "under jax.disable_jit() a loss runs operation by operation, and schedule='staged' has cut it into "
+                "compiled stages: make the step with schedule='fused' or 'after' to look inside."
+            )
         rows = member.place(rows, own)
         (equal, of_state), (mine, of_rest) = jax.tree.flatten(state), jax.tree.flatten((pending, rows))
         leaves = [*equal, *mine]

@@ -161,6 +161,24 @@ def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, opti
     assert float(state.params) == 2
 
 
+def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
+    def loss(w, x):
+        return jnp.mean((x - w) ** 2)
+
+    for schedule in ("fused", "after", "staged"):
+        step = fddp.train_step(loss, optax.sgd(0.5), group=group(1), schedule=schedule)
+        state, _ = step(step.init(np.float32(0)), np.full(2, 2.0, np.float32))
+        with jax.disable_jit():
+            if schedule == "staged":
+                with pytest.raises(ValueError, match=r"under jax.disable_jit\(\).*schedule='fused' or 'after'"):
+                    step(state, np.full(2, 4.0, np.float32))
+            else:
+                state, _ = step(state, np.full(2, 4.0, np.float32))
+                assert float(state.params) == 4
+        state, _ = step(state, np.full(2, 8.0, np.float32))  # what failed has used nothing up
+        assert float(state.params) == 8
+
+
 def test_an_error_of_the_communication_thread_reaches_the_caller(group):
     def broken(wire):
         raise ConnectionError("the wire is cut")

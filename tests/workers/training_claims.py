@@ -183,6 +183,14 @@ def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fd
             assert float(state.params) == np.arange(group.size).mean(), schedule
 
 
+@claim(sizes=(2,))
+def without_jit_a_step_of_no_schedule_in_particular_trains_too(group: fddp.Group):
+    with jax.disable_jit():
+        step = towards_the_mean(group)
+        state, _ = step(step.init(np.zeros(())), rows(group.rank))
+    assert float(state.params) == np.arange(group.size).mean()
+
+
 ### Buffers and random keys
 
 
