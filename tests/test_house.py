@@ -19,74 +19,6 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = sorted((ROOT / "fddp").rglob("*.py"))
 
-# A module imports only from floors below its own. A new module gets a line here.
-FLOORS = {
-    "plan": 0,
-    "launch": 0,
-    "failure": 0,
-    "rendezvous": 0,
-    "normalization": 0,
-    "timeline": 0,
-    "link": 0,
-    "sampler": 0,
-    "communicator": 0,
-    "keys": 0,
-    "landing": 0,
-    "compiled.chips": 0,
-    "compiler": 0,
-    "jax_internals": 0,
-    "vendors": 0,
-    "compiled.hlo": 0,
-    "hook": 1,
-    "program": 1,
-    "flat": 1,
-    "optimizer": 1,
-    "member": 1,
-    "drawing": 1,
-    "profile": 1,
-    "scaling": 1,
-    "compiled.effort": 1,
-    "doctor": 1,
-    "lowrank": 2,
-    "reduction": 2,
-    "options": 2,
-    "group": 2,
-    "unused": 2,
-    "stages": 2,
-    "shards": 2,
-    "measurement": 2,
-    "compiled.flights": 2,
-    "hooks": 3,
-    "precision": 3,
-    "objective": 3,
-    "world": 3,
-    "replicas": 3,
-    "relay": 3,
-    "sending": 3,
-    "collective": 3,
-    "logbook": 3,
-    "regrouping": 3,
-    "compiled.targets": 3,
-    "uneven": 4,
-    "checks": 4,
-    "scale": 4,
-    "rotation": 4,
-    "accumulate": 4,
-    "state": 4,
-    "schedule": 4,
-    "compiled.estimate": 4,
-    "recipe": 5,
-    "staged": 5,
-    "modules": 5,
-    "reducer": 6,
-    "step": 7,
-    "gradients": 7,
-    "audit": 8,
-    "tuning": 8,
-    "workload": 8,
-}
-TOP = {"__init__", "__main__", "compiled.__init__"}  # above all floors
-
 
 def names(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -110,17 +42,7 @@ def imports(path: Path) -> set[str]:
     return {name.partition(".")[2] for name in found if name.split(".")[0] == "fddp"}
 
 
-### Floors
-
-
-def test_every_module_has_a_floor():
-    assert {module(path) for path in MODULES} - TOP == set(FLOORS)
-
-
-@pytest.mark.parametrize("path", [path for path in MODULES if module(path) not in TOP], ids=names)
-def test_a_module_imports_only_from_lower_floors(path):
-    upward = {name for name in imports(path) if FLOORS.get(name, 99) >= FLOORS.get(module(path), 0)}
-    assert upward == set()
+### Imports
 
 
 def test_models_know_nothing_of_the_library_but_the_users_scripts():

@@ -69,8 +69,3 @@ def test_ci_calls_the_readmes_test_command():
 def test_every_name_of_fddp_in_the_readme_exists():
     for name in set(re.findall(r"\bfddp\.([A-Za-z_]+)\b(?!\.py)", README)):
         assert hasattr(fddp, name), name
-
-
-def test_every_file_in_the_readmes_table_exists():
-    for name in re.findall(r"`((?:compiled/)?\w+\.py)`", README):
-        assert (ROOT / "fddp" / name).exists(), name
