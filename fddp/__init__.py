@@ -21,6 +21,7 @@ from fddp.group import mesh_group as mesh_group
 from fddp.group import mpi_group as mpi_group
 from fddp.hook import GradBucket as GradBucket
 from fddp.hook import Hook as Hook
+from fddp.jaxpr import grad_order as grad_order
 from fddp.keys import Shared as Shared
 from fddp.link import Link as Link
 from fddp.logbook import Stats as Stats
@@ -38,7 +39,6 @@ from fddp.plan import BucketPlan as BucketPlan
 from fddp.plan import Leaf as Leaf
 from fddp.plan import make_plan as make_plan
 from fddp.precision import mixed_precision as mixed_precision
-from fddp.program import grad_order as grad_order
 from fddp.rotation import round_robin as round_robin
 from fddp.sampler import samples as samples
 from fddp.scale import DynamicScaleState as DynamicScaleState

@@ -4,10 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
+from fddp.jaxpr import differentiable
 from fddp.plan import BucketPlan
-from fddp.program import differentiable
 from fddp.replicas import described, shortened
+
+
+def refuse_tracers(tree: Any) -> None:
+    """Says that a step cannot be part of another program."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
+            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
+        )
 
 
 def refuse_deleted(state: Any) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fddp.checks import refuse_tracers
 from fddp.group import Group
 from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
 from fddp.options import check_callable, explained, read_options
-from fddp.program import refuse_tracers
 from fddp.reducer import Reducer
 from fddp.state import Mean, TrainState
 from fddp.world import group_of

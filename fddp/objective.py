@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from fddp.program import merge, split
-from fddp.unused import statically_used, tracked
+from fddp.jaxpr import merge, split, statically_used, tracked
 
 
 class Weighted(NamedTuple):

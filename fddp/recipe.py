@@ -15,12 +15,12 @@ from jaxtyping import Array
 
 from fddp.accumulate import accumulate
 from fddp.flat import Wires, from_words, to_words
+from fddp.jaxpr import differentiable
 from fddp.keys import folded
 from fddp.member import Member, lifted, lowered
 from fddp.objective import Joined, Objective, Pending, Sums, contribute, in_unit, mean, plus, reached
 from fddp.options import Options
 from fddp.plan import BucketPlan, make_plan
-from fddp.program import differentiable
 from fddp.reduction import Reduction, reductions
 from fddp.scale import scaled
 from fddp.sending import Memory

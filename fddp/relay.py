@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from fddp.flat import sub_byte
 from fddp.jax_internals import callbacks, inner_programs, make_program
+from fddp.jaxpr import Stage, cut
 from fddp.member import Member
-from fddp.stages import Stage, cut
 
 
 @dataclass(frozen=True)

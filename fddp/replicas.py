@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from fddp.compiled.flights import find_flights
 from fddp.compiled.hlo import parse
 from fddp.group import Group
+from fddp.jaxpr import merge, split
 from fddp.member import EVERYWHERE
-from fddp.program import merge, split
 from fddp.shards import from_first_replica
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}

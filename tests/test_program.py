@@ -11,7 +11,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from fddp import grad_order
-from fddp.program import differentiable, merge, split, straighten
+from fddp.jaxpr.equations import straighten
+from fddp.jaxpr.leaves import differentiable, merge, split
 from models import bert
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)

@@ -7,8 +7,8 @@ import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from fddp.program import collectives, straighten
-from fddp.stages import arrivals, cut
+from fddp.jaxpr.equations import collectives, straighten
+from fddp.jaxpr.stages import arrivals, cut
 
 
 def run_stages(stages, closed, args):

@@ -11,7 +11,8 @@ import pytest
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
-from fddp.unused import statically_used, tracked
+from fddp.jaxpr.masks import tracked
+from fddp.jaxpr.used import statically_used
 
 N = 4
 LEAVES: list[Any] = [np.linspace(-1 + i, 1 + i, 9, dtype=np.float32).reshape(3, 3) for i in range(N)]

@@ -1,10 +1,7 @@
 """Which parameters a loss truly used, found while it is computed.
 
-Every value carries the set of leaves it came from; an equation hands on the union of its inputs' sets. Where a branch
-is chosen at run time the set is chosen with it: from there on it is an array. All else is known from the program, and
-those equations run unchanged.
-
-Source: DDP's `find_unused_parameters`: `prepare_for_backward` in PyTorch's `reducer.cpp`; here decided by the program.
+Where a branch is chosen at run time, the set of leaves that a value came from is chosen with it: from there on it is a
+mask, an array. All else is known from the program (see `used`), and those equations run unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +12,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, Bool
 
 from fddp.jax_internals import (
-    CALLS,
     OWN_DERIVATIVE,
     REMATERIALISED,
     branches,
     called_program,
-    is_for_platforms,
     loop_parts,
     make_program,
     rematerialised,
@@ -32,21 +27,14 @@ from fddp.jax_internals import (
     scan_body,
     while_programs,
 )
-from fddp.program import differentiable
+from fddp.jaxpr.used import NOTHING, Sets, Sources, can_have_gradient, flow_through, ignored_inputs, origins, sources_of
 
 Loss = TypeVar("Loss")
 Aux = TypeVar("Aux")
-
-Sources = frozenset[int]
-"""Where a value came from: numbers of masks. The first n are those of the leaves, each of itself."""
 Masks = tuple[Bool[Array | np.ndarray, " n"], ...]
 """The leaves that each number stands for."""
 Masked = tuple[list[Any], list[Array]]
 """Values, and which leaves each came from."""
-Choose = Callable[..., Sources]
-"""What counts where the program does not decide: `frozenset.union` (may use) or `.intersection` (uses for sure)."""
-NOTHING: Sources = frozenset()
-Sets = list[Sources]
 
 
 def tracked(
@@ -75,107 +63,11 @@ def tracked(
     def with_use(leaves: Sequence[Array]) -> tuple[Loss, tuple[Aux, Bool[Array, " n"]]]:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(leaves)
         masks = tuple(np.eye(len(leaves), dtype=bool))
-        values, sources, masks = _evaluate(closed, list(leaves), _origins(leaves), masks)
+        values, sources, masks = _evaluate(closed, list(leaves), origins(leaves), masks)
         loss, aux = jax.tree.unflatten(jax.tree.structure(shapes), values)
         return loss, (aux, _mask(sources[0], masks))
 
     return with_use
-
-
-def statically_used(f: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Finds the leaves that a loss may use, whichever branches it takes.
-
-    Args:
-      f: `f(leaves) -> loss` or `-> (loss, aux)`.
-      leaves: arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      For each leaf whether any path leads from it to the loss.
-
-    Example:
-      >>> statically_used(lambda w: jax.lax.cond(w[0] > 0, lambda: w[0], lambda: w[1]), [1.0, 2.0, 3.0])
-      (True, True, False)
-    """
-    jaxpr = jax.make_jaxpr(f)(leaves).jaxpr
-    loss = _flow(jaxpr, _origins(leaves), frozenset.union)[0]
-    return tuple(i in loss for i in range(len(leaves)))
-
-
-def _origins(leaves: Sequence[Any]) -> Sets:
-    """Each leaf comes from itself, if it can have a gradient."""
-    inexact = set(differentiable(leaves))
-    return [frozenset({i} & inexact) for i in range(len(leaves))]
-
-
-### What the program decides
-
-
-def _flow(jaxpr: Jaxpr, inputs: Sets, choose: Choose) -> Sets:
-    """The sets of a program's outputs, from those of its inputs."""
-    env: dict[Any, Sources] = dict(zip(jaxpr.invars, inputs))
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _handed_on(eqn, _read(env, eqn.invars), choose)))
-    return _read(env, jaxpr.outvars)
-
-
-def _read(env: dict[Any, Sources], atoms: Sequence[Any]) -> Sets:
-    # Literals and constants come from no leaf.
-    return [NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING) for atom in atoms]
-
-
-def _handed_on(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
-    """The sets of one equation's outputs."""
-    name = eqn.primitive.name
-    if name == "stop_gradient":
-        outputs = [NOTHING]
-    elif name == "cond":
-        # Branches for platforms, not for data, are XLA's to choose: all count.
-        choose = frozenset.union if is_for_platforms(eqn) else choose
-        outputs = [choose(*same) for same in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn)))]
-    elif name == "scan":
-        outputs = _flow_of_scan(eqn, inputs, choose)
-    elif name == "while":
-        consts, carry = loop_parts(eqn, inputs)[1:]
-        rounds, _ = _rounds(lambda carry: _flow(while_programs(eqn)[1].jaxpr, [*consts, *carry], choose), carry)
-        outputs = [choose(*same) for same in zip(*rounds)]  # any number of rounds may be the last
-    elif name in CALLS and len(called_program(eqn).jaxpr.invars) == len(inputs):
-        outputs = _flow(called_program(eqn).jaxpr, inputs, choose)
-        if name in OWN_DERIVATIVE:
-            outputs = [sources | _ignored(eqn, inputs) for sources in outputs]
-    else:
-        outputs = [NOTHING.union(*inputs)] * len(eqn.outvars)
-    return [sources if _inexact(var) else NOTHING for var, sources in zip(eqn.outvars, outputs)]
-
-
-def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
-    consts, carry, xs = loop_parts(eqn, inputs)
-    closed, options = scan_body(eqn)
-    count, length = len(carry), options["length"]
-
-    def body(carry: Sets) -> Sets:
-        return _flow(closed.jaxpr, [*consts, *carry, *xs], choose)
-
-    rounds, start = _rounds(lambda carry: body(carry)[:count], carry)
-    last = length if length < len(rounds) else start + (length - start) % (len(rounds) - start)
-    nothing = [NOTHING] * len(closed.jaxpr.outvars[count:])
-    outputs = zip(nothing, *(body(carry)[count:] for carry in rounds[:length]))
-    return [*rounds[last], *(frozenset.union(*same) for same in outputs)]
-
-
-def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]:
-    """The sets of a loop's carry before each round, until they repeat; and the round that they go back to."""
-    rounds = [carry]
-    while (after := body(rounds[-1])) not in rounds:
-        rounds.append(after)
-    return rounds, rounds.index(after)
-
-
-def _ignored(eqn: JaxprEqn, inputs: Sets) -> Sources:
-    """What an equation is given but no output comes from."""
-    return NOTHING.union(*inputs).difference(*_flow(called_program(eqn).jaxpr, inputs, frozenset.union))
-
-
-### What is decided at run time
 
 
 def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Masks) -> tuple[list[Any], Sets, Masks]:
@@ -188,9 +80,9 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        given, came_from = [value(atom) for atom in eqn.invars], _read(env, eqn.invars)
-        possible = _handed_on(eqn, came_from, frozenset.union)
-        certain = _handed_on(eqn, came_from, frozenset.intersection)
+        given, came_from = [value(atom) for atom in eqn.invars], sources_of(env, eqn.invars)
+        possible = flow_through(eqn, came_from, frozenset.union)
+        certain = flow_through(eqn, came_from, frozenset.intersection)
         if possible == certain:
             made = _run(closed, eqn, given)
         else:
@@ -201,7 +93,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
             masks = (*masks, *rows)
         values.update(zip(eqn.outvars, made))
         env.update(zip(eqn.outvars, possible))
-    return [value(atom) for atom in jaxpr.outvars], _read(env, jaxpr.outvars), masks
+    return [value(atom) for atom in jaxpr.outvars], sources_of(env, jaxpr.outvars), masks
 
 
 def _run(closed: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -224,7 +116,7 @@ def _with_masks(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) 
         # The rule knows nothing of masks, so they are found beside it. That repeats its forward part as far as the
         # choice of a branch depends on it; the rest nobody reads, and XLA drops it.
         _, rows = inner(*(jax.lax.stop_gradient(x) for x in args))
-        ignored = _mask(_ignored(eqn, inputs), masks)
+        ignored = _mask(ignored_inputs(eqn, inputs), masks)
         return run_again(eqn, args), [row | ignored for row in rows]
     return inner(*args)
 
@@ -270,7 +162,7 @@ def _while(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Ma
 
 def _named(carry: Sequence[Any], rows: list[Array], masks: Masks) -> tuple[Sets, Masks]:
     """Names for the masks of a loop's carry, and all masks that its body knows."""
-    names = [frozenset({len(masks) + k}) if _inexact(carry[k]) else NOTHING for k in range(len(rows))]
+    names = [frozenset({len(masks) + k}) if can_have_gradient(carry[k]) else NOTHING for k in range(len(rows))]
     return names, (*masks, *rows)
 
 
@@ -284,8 +176,3 @@ def _row(sources: Sources, masks: Masks) -> Bool[Array, " n"]:
     """A set as a mask that each replica of a `shard_map` has for itself: branches and rounds must agree on that."""
     nowhere = jnp.asarray(np.zeros_like(masks[0]))
     return _mask(sources, masks) | jax.lax.pcast(nowhere, jax.sharding.get_abstract_mesh().manual_axes, to="varying")
-
-
-def _inexact(var: Any) -> bool:
-    """Whether a value can have a gradient."""
-    return jnp.issubdtype(getattr(var.aval, "dtype", np.bool_), jnp.inexact)

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from fddp.jax_internals import acts, make_program
-from fddp.program import cheap, straighten
+from fddp.jaxpr.equations import cheap, straighten
 
 
 @dataclass(frozen=True)

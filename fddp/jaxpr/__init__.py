@@ -1,0 +1,17 @@
+"""The backward pass as equations, known before it runs.
+
+The order in which gradients become ready, the stages into which a program is cut, and the parameters that it uses are
+read off here. This room imports no other.
+"""
+
+from fddp.jaxpr.equations import collectives as collectives
+from fddp.jaxpr.leaves import differentiable as differentiable
+from fddp.jaxpr.leaves import merge as merge
+from fddp.jaxpr.leaves import split as split
+from fddp.jaxpr.masks import tracked as tracked
+from fddp.jaxpr.order import grad_order as grad_order
+from fddp.jaxpr.order import ready_order as ready_order
+from fddp.jaxpr.stages import Stage as Stage
+from fddp.jaxpr.stages import arrivals as arrivals
+from fddp.jaxpr.stages import cut as cut
+from fddp.jaxpr.used import statically_used as statically_used

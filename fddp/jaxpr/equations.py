@@ -1,0 +1,88 @@
+"""A program as one list of equations: which of them are cheap, and which talk to other replicas."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from fddp.jax_internals import (
+    COLLECTIVES,
+    OWN_DERIVATIVE,
+    WRAPPERS,
+    called_program,
+    inner_programs,
+    make_program,
+    new_variable,
+)
+
+# Equations that XLA repeats rather than store their result, when it fuses them into what reads it.
+CHEAP = {
+    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
+}
+
+
+def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Writes the contents of nested `jit`s in their places, so that the program is one list of equations.
+
+    Args:
+      closed: any program.
+
+    Returns:
+      An equal program without nested `jit`s. Loops, branches and rematerialised parts stay single equations.
+    """
+    eqns: list[JaxprEqn] = []
+    consts: dict[Var, Any] = {}
+
+    def write(inner: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        # Every name is made anew: JAX shares the body of a function that is called twice.
+        names: dict[Var, Any] = dict(zip(inner.jaxpr.invars, args))
+        for var, value in zip(inner.jaxpr.constvars, inner.consts):
+            names[var] = new_variable(var)
+            consts[names[var]] = value
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else names[atom]
+
+        for eqn in inner.jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in WRAPPERS:
+                outputs = write(called_program(eqn), inputs)
+            else:
+                outputs = [new_variable(var) for var in eqn.outvars]
+                eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+            names.update(zip(eqn.outvars, outputs))
+        return [read(atom) for atom in inner.jaxpr.outvars]
+
+    outputs = write(closed, closed.jaxpr.invars)
+    return make_program(closed, eqns, closed.jaxpr.invars, outputs, consts)
+
+
+def collectives(closed: ClosedJaxpr) -> set[str]:
+    """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
+    return _collectives(closed.jaxpr)
+
+
+def cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation works element by element, without sums or transcendental functions.
+
+    Args:
+      eqn: an equation.
+
+    Returns:
+      Whether XLA fuses it into its neighbours, as good as free.
+    """
+    if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
+        return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)
+    return eqn.primitive.name in CHEAP
+
+
+def _collectives(jaxpr: Jaxpr) -> set[str]:
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in COLLECTIVES or name.endswith("_mpi"):
+            found.add(name)
+        found = found.union(*(_collectives(inner) for inner in inner_programs(eqn)))
+    return found

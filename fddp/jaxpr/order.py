@@ -1,0 +1,72 @@
+"""The order in which gradients become ready: the place of each in the program that makes it.
+
+`jax.make_jaxpr(jax.value_and_grad(loss))` is a straight program, known before it runs. The place of a gradient in it is
+the moment it becomes ready: what DDP learns from hooks in the first iteration is read off here.
+
+Source: Li et al. (VLDB 2020), section 3.2.3; `Reducer::rebuild_buckets` in PyTorch's `reducer.cpp`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from fddp.jaxpr.equations import cheap, straighten
+from fddp.jaxpr.leaves import differentiable, merge, split
+
+
+def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
+    """Finds the order in which the gradients of a loss become ready, from its program.
+
+    Args:
+      loss_fn: `loss_fn(params, *args) -> loss` or `-> (loss, aux)`.
+      params: tree of arrays or `jax.ShapeDtypeStruct`s.
+      *args: the loss's other arguments, or their shapes.
+
+    Returns:
+      Indices of the leaves of `params`, first ready first. Leaves without a gradient (integers) are not named.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["first"]) @ p["second"])
+      >>> params = {"first": jnp.ones((3, 3)), "second": jnp.ones((3, 3))}
+      >>> grad_order(loss, params, jnp.ones((2, 3)))
+      (1, 0)
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    chosen = differentiable(leaves)
+
+    def loss(trainable: Sequence[Any], fixed: Sequence[Any], *args: Any) -> Any:
+        value = loss_fn(treedef.unflatten(merge(chosen, trainable, fixed)), *args)
+        return value[0] if isinstance(value, tuple) else value
+
+    trainable, fixed = split(chosen, leaves)
+    closed = jax.make_jaxpr(jax.grad(loss))(trainable, fixed, *args)
+    return tuple(chosen[k] for k in ready_order(closed, len(chosen)))
+
+
+def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
+    """Orders the first outputs of a program by the place of the last equation that costs something to make them.
+
+    JAX puts the cast that brings a gradient back to its parameter's dtype where the parameter's own cast was reversed:
+    often at the very end. It delays nothing: the gradient is ready when what is cast is.
+
+    Args:
+      closed: the program.
+      count: how many of its outputs to order.
+
+    Returns:
+      Their numbers; what one equation makes (a `scan` over layers delivers all at once) in reverse, as DDP guesses.
+    """
+    jaxpr = straighten(closed).jaxpr
+    places: dict[Var, int] = {}
+
+    def place(atom: Any) -> int:
+        # A gradient that no equation makes (a constant, an input) is ready before the first.
+        return -1 if isinstance(atom, Literal) else places.get(atom, -1)
+
+    for at, eqn in enumerate(jaxpr.eqns):
+        made = max(map(place, eqn.invars), default=-1) if cheap(eqn) else at
+        places.update(dict.fromkeys(eqn.outvars, made))
+    return tuple(sorted(range(count), key=lambda k: (place(jaxpr.outvars[k]), -k)))
