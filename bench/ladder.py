@@ -29,8 +29,8 @@ from bench.problems import Problem, problem
 from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
+from fddp.comm.member import Member
 from fddp.drawing import figure
-from fddp.member import Member
 from fddp.reducer import SCHEDULES
 from fddp.schedule import Pieces, Runner
 from fddp.sending import Memory, Sent, remembered, sending

@@ -12,13 +12,14 @@ from fddp import hooks as hooks
 from fddp.audit import Audit as Audit
 from fddp.audit import audit as audit
 from fddp.collective import all_reduce as all_reduce
-from fddp.communicator import Communicator as Communicator
+from fddp.comm import Communicator as Communicator
+from fddp.comm import Group as Group
+from fddp.comm import mesh_group as mesh_group
+from fddp.comm import mpi_group as mpi_group
+from fddp.comm import round_robin as round_robin
 from fddp.flat import pack as pack
 from fddp.flat import unpack as unpack
 from fddp.gradients import value_and_grad as value_and_grad
-from fddp.group import Group as Group
-from fddp.group import mesh_group as mesh_group
-from fddp.group import mpi_group as mpi_group
 from fddp.hook import GradBucket as GradBucket
 from fddp.hook import Hook as Hook
 from fddp.jaxpr import grad_order as grad_order
@@ -39,7 +40,6 @@ from fddp.plan import BucketPlan as BucketPlan
 from fddp.plan import Leaf as Leaf
 from fddp.plan import make_plan as make_plan
 from fddp.precision import mixed_precision as mixed_precision
-from fddp.rotation import round_robin as round_robin
 from fddp.sampler import samples as samples
 from fddp.scale import DynamicScaleState as DynamicScaleState
 from fddp.scale import dynamic_scale as dynamic_scale

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
+from fddp.comm import Group, described, shortened, verify
+from fddp.compiled.flights import find_flights
+from fddp.compiled.hlo import parse
 from fddp.jaxpr import differentiable
 from fddp.plan import BucketPlan
-from fddp.replicas import described, shortened
 
 
 def refuse_tracers(tree: Any) -> None:
@@ -34,6 +37,19 @@ def refuse_deleted(state: Any) -> None:
             "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
             "state that the step returned, or make the step with donate=False to use a state several times."
         )
+
+
+def check_arrays(params: Any) -> None:
+    """Refuses parameters that hold no arrays, or something else."""
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError(f"params holds no arrays: got {params!r}.")
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params{jax.tree_util.keystr(path)}"
+        if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"{name} is a random key, which nothing can train: give it as step.init(params, rng=key).")
 
 
 def check_trained(params: Any, chosen: Sequence[int]) -> None:
@@ -84,3 +100,24 @@ def refuse_lists(batch: Any) -> None:
         raise ValueError(
             f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."
         )
+
+
+def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
+    """Compares what the compiled programs of all ranks send: kinds, arrays, and who takes part, in order.
+
+    Programs of one script may differ: by a branch in Python, say, or by what XLA makes of it. A rank whose collectives
+    differ would add the others' sums to its own, or wait for ever.
+
+    Args:
+      group: who compares.
+      program: what this rank is about to run.
+
+    Raises:
+      ValueError: the collectives differ; the message says where, by rank.
+    """
+
+    def describe() -> list[str]:
+        flights = find_flights(parse(program.compile().as_text() or ""))
+        return [f"collectives: {len(flights)}", *(f"collective {k}: {flight}" for k, flight in enumerate(flights))]
+
+    verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)

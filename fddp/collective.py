@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from fddp.communicator import axis_communicator
+from fddp.comm import Group, axis_communicator
 from fddp.flat import pack, unpack
-from fddp.group import Group
 from fddp.hook import Hook
 from fddp.plan import BucketPlan
 from fddp.reduction import reductions, summed

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fddp.checks import refuse_tracers
-from fddp.group import Group
-from fddp.member import EVERYWHERE
+from fddp.comm import EVERYWHERE, Group
 from fddp.objective import make_objective
 from fddp.options import check_callable, explained, read_options
 from fddp.reducer import Reducer

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from fddp.communicator import Communicator, taken, told
+from fddp.comm import Communicator, taken, told
 
 State = tuple[Any, ...]
 

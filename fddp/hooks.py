@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, Shaped
 
-from fddp.communicator import Communicator
+from fddp.comm import Communicator
 from fddp.hook import GradBucket, Hook, State, nothing, split
 from fddp.hook import allreduce as allreduce
 from fddp.hook import starting as starting

@@ -6,7 +6,7 @@ Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fddp.group import Group
+from fddp.comm import Group
 from fddp.options import Options
 from fddp.plan import BucketPlan, MiB
 from fddp.timeline import Timeline

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fddp.communicator import Communicator
+from fddp.comm import Communicator
 from fddp.hook import GradBucket, Hook, State, split, starting
 
 

@@ -14,17 +14,17 @@ import numpy as np
 from jaxtyping import Array
 
 from fddp.accumulate import accumulate
+from fddp.comm import Member, lifted, lowered, other_axes, parts
 from fddp.flat import Wires, from_words, to_words
 from fddp.jaxpr import differentiable
 from fddp.keys import folded
-from fddp.member import Member, lifted, lowered
 from fddp.objective import Joined, Objective, Pending, Sums, contribute, in_unit, mean, plus, reached
 from fddp.options import Options
+from fddp.parts import pack_parts, unpack_parts
 from fddp.plan import BucketPlan, make_plan
 from fddp.reduction import Reduction, reductions
 from fddp.scale import scaled
 from fddp.sending import Memory
-from fddp.shards import pack_parts, parts, unpack_parts
 from fddp.state import Mean, TrainState
 
 
@@ -52,7 +52,7 @@ class Recipe:
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        return pack_parts(self.member, plan, grads, tail, where), lifted(kept)
+        return pack_parts(other_axes(self.member), plan, grads, tail, where), lifted(kept)
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
         """How the wires are summed over replicas."""
@@ -61,7 +61,7 @@ class Recipe:
 
     def finish(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
         """The result of a step, from the sums over all replicas."""
-        came, (used, sums, buffers) = unpack_parts(self.member, plan, wires, where)
+        came, (used, sums, buffers) = unpack_parts(other_axes(self.member), plan, wires, where)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]

@@ -16,18 +16,15 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from fddp.checks import check_params, refuse_deleted, refuse_lists, refuse_tracers
-from fddp.group import Group
+from fddp.checks import check_params, refuse_deleted, refuse_lists, refuse_tracers, verify_collectives
+from fddp.comm import EVERYWHERE, Group, described, other_axes, shortened, specs, trace, verify
 from fddp.jax_internals import without_jit
 from fddp.jaxpr import collectives, ready_order
-from fddp.member import EVERYWHERE, trace
 from fddp.objective import Objective, Sums
 from fddp.options import Options
 from fddp.plan import BucketPlan
 from fddp.recipe import Recipe
-from fddp.replicas import described, shortened, verify, verify_collectives
 from fddp.schedule import Pieces, Runner, Schedule, after, fused
-from fddp.shards import other_axes, specs
 from fddp.staged import staged
 from fddp.state import Mean, TrainState
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
-from fddp.communicator import Communicator, taken, told
+from fddp.comm import Communicator, taken, told
 from fddp.hook import GradBucket, Hook
 from fddp.plan import Bucket, BucketPlan
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fddp.group import Group
+from fddp.comm import Group
 from fddp.measurement import MeasuredStep
 from fddp.plan import BucketPlan
 

@@ -9,10 +9,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
+from fddp.comm import Member
 from fddp.flat import sub_byte
 from fddp.jax_internals import callbacks, inner_programs, make_program
 from fddp.jaxpr import Stage, cut
-from fddp.member import Member
 
 
 @dataclass(frozen=True)

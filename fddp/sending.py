@@ -8,9 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from fddp.communicator import MOST, psum_bytes
+from fddp.comm import EVERYWHERE, MOST, Member, lifted, lowered, psum_bytes
 from fddp.jax_internals import asked_for
-from fddp.member import EVERYWHERE, Member, lifted, lowered
 from fddp.reduction import PLAIN, Reduction, all_finite, summed
 from fddp.timeline import Span
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fddp.comm import EVERYWHERE, Member, trace
 from fddp.jax_internals import with_configuration, without_jit
 from fddp.jaxpr import arrivals
-from fddp.member import EVERYWHERE, Member, trace
 from fddp.relay import Relay, relay
 from fddp.schedule import Pieces, Runner
 from fddp.sending import Memory, Sent, bytes_of, lanes_of, remembered, sending

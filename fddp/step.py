@@ -14,18 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fddp.checks import check_trained, refuse_deleted
-from fddp.group import Group
+from fddp.checks import check_arrays, check_trained, refuse_deleted
+from fddp.comm import EVERYWHERE, Group, described, laid_out, other_axes, specs, verify
+from fddp.layout import optimizer_laid_out
 from fddp.logbook import Stats, stats
 from fddp.measurement import Measurement, measure
-from fddp.member import EVERYWHERE
 from fddp.objective import make_objective
 from fddp.optimizer import check_needs, update
 from fddp.options import check_callable, check_optimizer, explained, read_options
 from fddp.plan import BucketPlan
 from fddp.reducer import Reducer
-from fddp.replicas import check_arrays, described, equal_start, verify
-from fddp.shards import laid_out, optimizer_laid_out, specs
+from fddp.start import equal_start
 from fddp.state import Mean, StepInfo, TrainState
 from fddp.timeline import Timeline
 from fddp.world import group_of
@@ -66,7 +65,7 @@ class TrainStep:
 
         def make(trained: Any) -> Any:
             opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-            return optimizer_laid_out(group.member, opt_state, trained, where)
+            return optimizer_laid_out(other_axes(group.member), opt_state, trained, where)
 
         opt_state = group.member.program(make, (EVERYWHERE,), EVERYWHERE)(trained)
         hook_state = group.member.program(self._reducer.recipe.remembered, (EVERYWHERE,), group.member.own)(params)

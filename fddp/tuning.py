@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from fddp.group import Group
+from fddp.comm import Group
 from fddp.link import Link, fit_link
 from fddp.measurement import MeasuredStep, Measurement
 from fddp.plan import BucketPlan, MiB, make_plan

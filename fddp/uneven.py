@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fddp.group import Group
+from fddp.comm import Group
 from fddp.objective import Joined
 from fddp.world import group_of
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fddp.group import Group
+from fddp.comm import Group
 from fddp.state import TrainState
 from fddp.step import TrainStep, train_step
 

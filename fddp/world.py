@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from fddp.failure import Ending, end_together, poll
-from fddp.group import Group, mesh_group, mpi_group, replica_mesh
+from fddp.abort import Ending, end_together
+from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.launch import Launch, missing_srun, read_launch
 from fddp.rendezvous import meet

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import fddp
-from fddp import member
 from fddp.audit import read
+from fddp.comm import mesh
 from fddp.compiled.flights import find_flights
 from fddp.compiled.hlo import parse
 from fddp.compiled.targets import read_target
@@ -146,7 +146,7 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once():
 
 
 def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypatch):
-    monkeypatch.setitem(member.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
+    monkeypatch.setitem(mesh.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
     # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
     audit = look(plain_mlp(512), "a100:8", bucket_cap_mb=0)

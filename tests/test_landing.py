@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fddp.landing import ALIGNMENT, landing
+from fddp.comm.landing import ALIGNMENT, landing
 
 
 @pytest.mark.parametrize("look", [lambda x: x[1:], lambda x: x[1:].view(np.uint32)])

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import fddp
 from fddp import hooks
-from fddp.communicator import told
+from fddp.comm.communicator import told
 
 REPLICAS = 4
 RNG = np.random.default_rng(3)

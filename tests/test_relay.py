@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.member import EVERYWHERE
+from fddp.comm.member import EVERYWHERE
 from fddp.relay import relay
 
 

@@ -15,9 +15,8 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
 from fddp import compiler
+from fddp.comm import AXIS, Group, Member, mesh_member, replica_mesh
 from fddp.compiled.chips import CHIPS, Chip
-from fddp.group import AXIS, Group, replica_mesh
-from fddp.member import Member, mesh_member
 
 # Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
 LATENCY_S, NETWORK_LATENCY_S = 20e-6, 60e-6

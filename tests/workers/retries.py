@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 import fddp
-from fddp import failure
+from fddp.comm import recovery
 
-failure.PATIENCE_S = 2.0
+recovery.PATIENCE_S = 2.0
 
 
 def main(how: str) -> None:

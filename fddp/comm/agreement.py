@@ -1,7 +1,7 @@
-"""Replicas start equal: compared in form before anything depends on it, then filled with rank 0's values.
+"""What all ranks must agree on is compared before anything depends on it.
 
-Source: `_verify_param_shape_across_processes` and `_sync_module_states` in PyTorch's `distributed.py`; unlike there
-names, dtypes and options are compared too, and every rank raises the same error.
+Source: `_verify_param_shape_across_processes` in PyTorch's `distributed.py`; unlike there names, dtypes and options are
+compared too, and every rank raises the same error.
 """
 
 import json
@@ -10,16 +10,10 @@ from hashlib import sha256
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fddp.compiled.flights import find_flights
-from fddp.compiled.hlo import parse
-from fddp.group import Group
-from fddp.jaxpr import merge, split
-from fddp.member import EVERYWHERE
-from fddp.shards import from_first_replica
+from fddp.comm.group import Group
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
 
@@ -56,45 +50,6 @@ def verify(group: Group, what: str, describe: Callable[[], Iterable[str]]) -> No
     raise _disagreement(what, reports) from failure
 
 
-def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
-    """Compares what the compiled programs of all ranks send: kinds, arrays, and who takes part, in order.
-
-    Programs of one script may differ: by a branch in Python, say, or by what XLA makes of it. A rank whose collectives
-    differ would add the others' sums to its own, or wait for ever.
-
-    Args:
-      group: who compares.
-      program: what this rank is about to run.
-
-    Raises:
-      ValueError: the collectives differ; the message says where, by rank.
-    """
-
-    def describe() -> list[str]:
-        flights = find_flights(parse(program.compile().as_text() or ""))
-        return [f"collectives: {len(flights)}", *(f"collective {k}: {flight}" for k, flight in enumerate(flights))]
-
-    verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)
-
-
-def equal_start(group: Group, tree: Any) -> Any:
-    """Gives every replica rank 0's values, in arrays of their own.
-
-    Args:
-      group: the replicas.
-      tree: arrays; of the same form on every rank.
-
-    Returns:
-      The tree, on the group's devices; later donation leaves the caller's arrays alone. What the caller has placed in
-      parts along other axes of the mesh stays so.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    apart = [i for i, x in enumerate(leaves) if group.member.spec(x) != EVERYWHERE]
-    parted, whole = split(apart, leaves)
-    whole = group.member.place(group.broadcast(whole), EVERYWHERE)
-    return treedef.unflatten(merge(apart, from_first_replica(group.member, parted) if parted else [], whole))
-
-
 def described(title: str, tree: Any) -> list[str]:
     """One line for each leaf of a tree: path, dtype and shape."""
     named = jax.tree_util.tree_leaves_with_path(tree)
@@ -106,19 +61,6 @@ def shortened(lines: Sequence[str], between: str = "; ", most: int = 6) -> str:
     """The first of many lines in one."""
     more = f", and {len(lines) - most} more" if len(lines) > most else ""
     return between.join(lines[:most]) + more
-
-
-def check_arrays(params: Any) -> None:
-    """Refuses parameters that hold no arrays, or something else."""
-    leaves = jax.tree.leaves(params)
-    if not leaves:
-        raise ValueError(f"params holds no arrays: got {params!r}.")
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        name = f"params{jax.tree_util.keystr(path)}"
-        if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise TypeError(f"{name} is a random key, which nothing can train: give it as step.init(params, rng=key).")
 
 
 def _form(x: Any) -> str:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fddp.member import EVERYWHERE, Member, mesh_member, mpi_member
+from fddp.comm.member import EVERYWHERE, Member
+from fddp.comm.mesh import mesh_member
+from fddp.comm.mpi import mpi_member
 
 AXIS = "replica"
 CHUNK_BYTES = 64 * 2**20

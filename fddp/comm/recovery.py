@@ -1,12 +1,4 @@
-"""One rank's error ends all ranks, with that rank's message shown.
-
-A rank that dies alone leaves the others waiting inside a collective for ever. So an exception that nobody catches first
-asks whether the other ranks fail too (an error that all can see, a bad option say): then each ends by itself. If not,
-the world is taken down. `sys.exit` with a status other than 0 counts as such an exception, even where it is caught;
-`raise SystemExit` goes unnoticed.
-
-A rank that catches its error may try again, if all ranks are where it is.
-"""
+"""A rank that catches its error may try again, if all ranks are where it is."""
 
 import atexit
 import math
@@ -14,58 +6,14 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
-GRACE_S = 5.0
 PATIENCE_S = 10.0
-
-
-class Ending(NamedTuple):
-    """How ranks learn of each other's failure."""
-
-    tell: Callable[[str], None]
-    """Records this rank's message for the others."""
-    all_failed: Callable[[float], bool]
-    """Whether every rank fails within so many seconds."""
-    cause: Callable[[], str | None]
-    """The message of a rank that took the world down, if one did."""
-    abort: Callable[[], None]
-    """Ends this process at once, and with it the others."""
-
-
-def end_together(rank: int, size: int, ending: Ending) -> None:
-    """Makes an uncaught exception on one rank end the script on all of them.
-
-    Args:
-      rank: this process.
-      size: number of processes.
-      ending: the transport's means.
-    """
-
-    def end(message: str, details: str) -> None:
-        name = f"fddp: rank {rank} of {size}"
-        cause = ending.cause()
-        if cause is not None:
-            _write(f"{name} ends because of {cause}\n")
-            ending.abort()
-        ending.tell(f"rank {rank}: {message}")
-        together = ending.all_failed(GRACE_S)
-        _write(f"{name} failed as the others did: {message}\n" if together and rank else f"{name} failed:\n{details}")
-        if not together:
-            ending.abort()
-
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
-
-    sys.excepthook = on_exception
-    _on_exit(lambda status: end(f"sys.exit({status!r})", f"sys.exit({status!r})\n"))
 
 
 class Recovery:
@@ -169,24 +117,3 @@ def _leave() -> None:
     sys.stderr.flush()
     time.sleep(1.0)  # others may be ending by themselves
     os._exit(1)
-
-
-def _on_exit(act: Callable[[Any], None]) -> None:
-    """Acts when the interpreter ends after `sys.exit(status)` with another status than 0."""
-    leave, statuses = sys.exit, []
-
-    def exit_noted(status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():  # elsewhere it ends only its thread
-            statuses.append(status)
-        leave(status)
-
-    # The exit hook cannot see the status, and only it knows that nobody caught the SystemExit.
-    sys.exit = exit_noted
-    atexit.register(lambda: act(statuses[-1]) if statuses and statuses[-1] not in (None, 0) else None)
-
-
-def _write(text: str) -> None:
-    # One write: the lines of several ranks must not interleave.
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    sys.stdout.flush()

@@ -9,8 +9,8 @@ Source: Li et al. (VLDB 2020), section 5.4; `_round_robin_process_groups` in `to
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fddp.group import Group
-from fddp.replicas import verify
+from fddp.comm.agreement import verify
+from fddp.comm.group import Group
 
 
 def round_robin(groups: Sequence[Group]) -> Group:

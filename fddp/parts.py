@@ -1,0 +1,71 @@
+"""The parts of leaves that each device of a replica holds, packed and sent by that device.
+
+Replicas lie along one axis of a mesh. Along the others the user places parameters as any JAX array is placed (tensor
+parallelism), and the loss is partitioned by XLA as under `jax.jit`. Packing must not be left to it: leaves that are cut
+in different dims would be gathered first. So each device packs the parts that it holds, and an all-reduce joins the
+devices that hold the same parts.
+
+Source: PyTorch's 2D parallelism, `DistributedDataParallel` over a `DeviceMesh` with a tensor-parallel dim.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jax.sharding import PartitionSpec
+
+from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.jax_internals import over_axes
+from fddp.plan import BucketPlan
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Wires:
+    """Packs gradients and tail into what is sent, on each device the parts that it holds; inside a program.
+
+    Args:
+      axes: along which the devices of a replica lie.
+      plan: made for the parts (see `parts`).
+      tree: gradients, with None for leaves that have none.
+      tail: a tree of small numbers, whole on every device of a replica.
+      where: a tree like the parameters, from `specs`.
+
+    Returns:
+      What is sent.
+    """
+    leaves, inside = plan.treedef.flatten_up_to(tree), plan.treedef.flatten_up_to(where)
+
+    def pack_here(leaves: list[Any], tail: Any) -> Wires:
+        return add_tail(plan, pack(plan, plan.treedef.unflatten(leaves)), tail)
+
+    in_specs = ([None if x is None else spec for x, spec in zip(leaves, inside)], PartitionSpec())
+    return _on_each_device(axes, pack_here, in_specs, PartitionSpec(axes))(leaves, tail)
+
+
+def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, wires: Wires, where: Any) -> tuple[list[Any], Any]:
+    """Takes gradients and tail out of what came back: the inverse of `pack_parts`.
+
+    Args:
+      axes: along which the devices of a replica lie.
+      plan: the plan that `pack_parts` followed.
+      wires: what it returned, summed over replicas.
+      where: as there.
+
+    Returns:
+      A gradient for each leaf of the plan, None for those that did not travel; and the tail.
+    """
+    inside = plan.treedef.flatten_up_to(where)
+
+    def unpack_here(wires: Wires) -> tuple[list[Any], Any]:
+        buckets, tail = take_tail(plan, wires)
+        return plan.treedef.flatten_up_to(unpack(plan, buckets)), tail
+
+    out_specs = (inside, PartitionSpec())
+    return _on_each_device(axes, unpack_here, (PartitionSpec(axes),), out_specs)(wires)
+
+
+def _on_each_device(axes: tuple[str, ...], f: Function, in_specs: Any, out_specs: Any) -> Function:
+    """A function of whole arrays, of what each device does with the parts that it holds."""
+    if not axes:
+        return f
+    return over_axes(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))

@@ -1,0 +1,47 @@
+"""Replicas start equal: filled with rank 0's values.
+
+Source: `_sync_module_states` in PyTorch's `distributed.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fddp.comm import EVERYWHERE, Group, Member, laid_out, specs
+from fddp.jaxpr import merge, split
+
+
+def equal_start(group: Group, tree: Any) -> Any:
+    """Gives every replica rank 0's values, in arrays of their own.
+
+    Args:
+      group: the replicas.
+      tree: arrays; of the same form on every rank.
+
+    Returns:
+      The tree, on the group's devices; later donation leaves the caller's arrays alone. What the caller has placed in
+      parts along other axes of the mesh stays so.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    apart = [i for i, x in enumerate(leaves) if group.member.spec(x) != EVERYWHERE]
+    parted, whole = split(apart, leaves)
+    whole = group.member.place(group.broadcast(whole), EVERYWHERE)
+    return treedef.unflatten(merge(apart, _from_first_replica(group.member, parted) if parted else [], whole))
+
+
+def _from_first_replica(member: Member, tree: Any) -> Any:
+    """Gives every replica the first one's values of arrays that lie in parts, bit for bit, where they lie."""
+
+    def broadcast(x: jax.Array) -> jax.Array:
+        # Bytes to which only the first replica contributes: exact for any dtype.
+        words = x.view(jnp.uint8)
+        return member.communicator.psum(
+            jnp.where(member.communicator.number() == 0, words, jnp.zeros_like(words))
+        ).view(x.dtype)
+
+    where = specs(member, tree)
+    program = member.program(
+        lambda tree: laid_out(member, jax.tree.map(broadcast, tree), where), (EVERYWHERE,), EVERYWHERE
+    )
+    return program(member.place(tree, EVERYWHERE))
