@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 from bench.jobs import ending, start
 from bench.record import interleave, ratio, save
 from fddp.audit import Audit
+from fddp.buckets.packing import pack, unpack
 from fddp.compiled.chips import CHIPS
-from fddp.flat import pack, unpack
 from fddp.workload import read_model
 
 RANKS, STEPS, PATIENCE_S = 2, 10, 600

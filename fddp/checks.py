@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from fddp.buckets import BucketPlan
 from fddp.comm import Group, described, shortened, verify
 from fddp.compiled.flights import find_flights
 from fddp.compiled.hlo import parse
 from fddp.jaxpr import differentiable
-from fddp.plan import BucketPlan
 
 
 def refuse_tracers(tree: Any) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 
+from fddp.buckets import BucketPlan, pack, unpack
 from fddp.comm import Group, axis_communicator
-from fddp.flat import pack, unpack
 from fddp.hook import Hook
-from fddp.plan import BucketPlan
 from fddp.reduction import reductions, summed
 
 

@@ -6,9 +6,9 @@ Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fddp.buckets import BucketPlan, MiB
 from fddp.comm import Group
 from fddp.options import Options
-from fddp.plan import BucketPlan, MiB
 from fddp.timeline import Timeline
 
 

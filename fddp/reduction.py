@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
+from fddp.buckets import Bucket, BucketPlan
 from fddp.comm import Communicator, taken, told
 from fddp.hook import GradBucket, Hook
-from fddp.plan import Bucket, BucketPlan
 
 
 class Reduction(NamedTuple):

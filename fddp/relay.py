@@ -9,8 +9,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
+from fddp.buckets import sub_byte
 from fddp.comm import Member
-from fddp.flat import sub_byte
 from fddp.jax_internals import callbacks, inner_programs, make_program
 from fddp.jaxpr import Stage, cut
 

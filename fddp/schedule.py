@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fddp.buckets import Wires
 from fddp.comm import EVERYWHERE, Member, lifted, lowered
-from fddp.flat import Wires
 from fddp.reduction import Reduction, all_summed
 from fddp.sending import Memory, Sent, bytes_of, remembered, sending
 from fddp.timeline import Span, Timeline

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import optax
 
+from fddp.buckets import BucketPlan, MiB, make_plan
 from fddp.comm import Group
 from fddp.link import Link, fit_link
 from fddp.measurement import MeasuredStep, Measurement
-from fddp.plan import BucketPlan, MiB, make_plan
 from fddp.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
 from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.step import TrainStep, train_step

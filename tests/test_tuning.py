@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import fddp
+from fddp.buckets.plan import make_plan
 from fddp.link import Link
 from fddp.measurement import MeasuredStep
-from fddp.plan import make_plan
 from fddp.regrouping import Typical, joined, total_seconds, typical, wire_bytes
 from fddp.timeline import Pace, Span, Timeline
 from fddp.tuning import Candidate, Tuning, tune_model

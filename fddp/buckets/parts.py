@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
-from fddp.flat import Wires, add_tail, pack, take_tail, unpack
+from fddp.buckets.packing import pack, unpack
+from fddp.buckets.plan import BucketPlan
+from fddp.buckets.tail import Wires, add_tail, take_tail
 from fddp.jax_internals import over_axes
-from fddp.plan import BucketPlan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

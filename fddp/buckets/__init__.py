@@ -1,0 +1,19 @@
+"""Which gradient travels in which message, and how it lies there.
+
+A plan is integers and names, computed once; packing follows it, and so do the parts of leaves that one device of a
+replica holds, and the small numbers that ride behind a bucket. This room imports no other.
+"""
+
+from fddp.buckets.packing import pack as pack
+from fddp.buckets.packing import unpack as unpack
+from fddp.buckets.parts import pack_parts as pack_parts
+from fddp.buckets.parts import unpack_parts as unpack_parts
+from fddp.buckets.plan import Bucket as Bucket
+from fddp.buckets.plan import BucketPlan as BucketPlan
+from fddp.buckets.plan import Leaf as Leaf
+from fddp.buckets.plan import MiB as MiB
+from fddp.buckets.plan import make_plan as make_plan
+from fddp.buckets.tail import Wires as Wires
+from fddp.buckets.words import from_words as from_words
+from fddp.buckets.words import sub_byte as sub_byte
+from fddp.buckets.words import to_words as to_words

@@ -1,0 +1,77 @@
+"""A tree as bucket arrays, and back: the only place that knows how leaves lie in a bucket."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from fddp.buckets.plan import BucketPlan
+
+
+def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
+    """Lays the leaves of a tree into the plan's buckets.
+
+    Args:
+      plan: a plan made for a tree of this structure.
+      tree: arrays with the shapes and dtypes of the plan's leaves.
+
+    Returns:
+      One flat array per bucket, in launch order.
+
+    Raises:
+      ValueError: the tree has another structure, or a leaf another shape or dtype than planned.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fddp import make_plan
+      >>> tree = {"a": jnp.arange(2.0), "b": jnp.full((1, 2), 7.0)}
+      >>> plan = make_plan(tree)
+      >>> pack(plan, tree)[0].tolist()
+      [7.0, 7.0, 0.0, 1.0]
+    """
+    try:
+        leaves = plan.treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"the tree does not fit the plan, which is for {plan.treedef}: {error}") from None
+    return tuple(
+        joined([_as_planned(plan, i, leaves[i]) for i in bucket.leaves], bucket.dtype) for bucket in plan.buckets
+    )
+
+
+def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
+    """Takes the leaves out of the buckets again: the inverse of `pack`.
+
+    Args:
+      plan: the plan that `pack` followed.
+      buckets: one flat array per bucket.
+
+    Returns:
+      The tree; leaves that do not travel under this plan are None.
+
+    Raises:
+      ValueError: the number or the length of the buckets is not the plan's.
+    """
+    got, planned = [b.shape for b in buckets], [(b.size,) for b in plan.buckets]
+    if got != planned:
+        raise ValueError(f"buckets of shapes {got} do not fit the plan, which has {planned}.")
+    leaves: list[Any] = [None] * len(plan.leaves)
+    for bucket, flat in zip(plan.buckets, buckets):
+        pieces = jax.lax.split(flat, [plan.leaves[i].size for i in bucket.leaves])
+        for i, piece in zip(bucket.leaves, pieces):
+            leaves[i] = piece.reshape(plan.leaves[i].shape)
+    return jax.tree.unflatten(plan.treedef, leaves)
+
+
+def joined(pieces: list[Array], dtype: np.dtype) -> Array:
+    return jnp.concatenate([piece.reshape(-1) for piece in pieces]).astype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:
+    leaf, value = plan.leaves[i], jnp.asarray(value)
+    # NumPy's float64 is JAX's float32, unless that was told to go on in 64 bits.
+    if value.shape != leaf.shape or value.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
+        raise ValueError(f"leaf {leaf} does not fit the plan: got {value.dtype}{list(value.shape)}.")
+    return value

@@ -1,0 +1,108 @@
+"""Small numbers that travel with a step beside the gradients: the loss, metrics, buffers.
+
+They are its *tail*, a small vector of exact floats behind a bucket. All are known when the forward pass ends, and with
+the weight among them a gradient can be divided and used as soon as its own bucket is back: a staged step sends them
+early. In one program they come last, as XLA's GPU scheduler finds less to lay over a first bucket that waits for the
+loss too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from fddp.buckets.packing import joined
+from fddp.buckets.plan import BucketPlan
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What is sent: one flat array per all-reduce, and how the tail lies at the end of one of them."""
+
+    arrays: tuple[Shaped[Array, " n"], ...]
+    tail: tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
+    """Shapes and structure of the tail; static."""
+
+
+jax.tree_util.register_dataclass(Wires, data_fields=["arrays"], meta_fields=["tail"])
+
+
+def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
+    """Puts a tree of small numbers behind the bucket that carries them exactly, or on a wire of their own.
+
+    Args:
+      plan: the plan of the buckets.
+      buckets: one flat array per bucket.
+      tail: a tree of arrays of any numeric dtype.
+
+    Returns:
+      What is sent: as many flat arrays as there are buckets, one more if the tail travels alone.
+    """
+    leaves, treedef = jax.tree.flatten(tail)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    dtype = _tail_dtype(shapes)
+    words = [_to_floats(x, dtype) for x in leaves]
+    (at, alone), arrays = plan.tail_wire(dtype), list(buckets)
+    if alone:
+        arrays.insert(at, jnp.zeros(0, dtype))
+    arrays[at] = joined([arrays[at], *words], arrays[at].dtype)
+    return Wires(tuple(arrays), (shapes, treedef))
+
+
+def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
+    """Splits what was sent into buckets and tail: the inverse of `add_tail`.
+
+    Args:
+      plan: the plan of the buckets.
+      wires: what `add_tail` returned, summed over replicas.
+
+    Returns:
+      The buckets and the tail.
+    """
+    shapes, treedef = wires.tail
+    sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
+    (at, alone), arrays = plan.tail_wire(_tail_dtype(shapes)), list(wires.arrays)
+    arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
+    if alone:
+        del arrays[at]
+    pieces = jax.lax.split(jnp.real(words), sizes)
+    tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
+    return tuple(arrays), tail
+
+
+def _tail_dtype(shapes: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
+    """The real dtype that holds every number of a tail."""
+    floats = [jnp.finfo(x.dtype).dtype for x in shapes if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return np.dtype(jnp.result_type(np.float32, *floats))
+
+
+# What does not fit one float exactly travels as several: an integer as its 16-bit words, a complex number as its parts.
+
+
+def _words(dtype: np.dtype) -> int:
+    """How many floats one element takes."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return 2
+    return max(1, dtype.itemsize // 2) if jnp.issubdtype(dtype, jnp.integer) else 1
+
+
+def _to_floats(x: Array, dtype: np.dtype) -> Float[Array, " n"]:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
+    elif _words(x.dtype) > 1:
+        x = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return x.reshape(-1).astype(dtype)
+
+
+def _from_floats(words: Float[Array, " n"], like: jax.ShapeDtypeStruct) -> Array:
+    if _words(like.dtype) == 1:
+        return words.astype(like.dtype).reshape(like.shape)
+    words = words.reshape(*like.shape, _words(like.dtype))
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        return jax.lax.complex(words[..., 0], words[..., 1]).astype(like.dtype)
+    return jax.lax.bitcast_convert_type(words.astype(jnp.uint16), like.dtype)
