@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from fddp.buckets import BucketPlan, MiB
-from fddp.compiled.effort import work
 from fddp.compiled.estimate import estimate
-from fddp.compiled.flights import Flight, find_flights
-from fddp.compiled.hlo import Module, parse
 from fddp.compiled.targets import Target, read_target
 from fddp.drawing import draw, figure, label
+from fddp.hlo import Flight, Module, find_flights, parse, work
 from fddp.step import TrainStep
 from fddp.timeline import Timeline
 

@@ -9,8 +9,7 @@ from jax.core import Tracer
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, described, shortened, verify
-from fddp.compiled.flights import find_flights
-from fddp.compiled.hlo import parse
+from fddp.hlo import find_flights, parse
 from fddp.jaxpr import differentiable
 
 

@@ -16,9 +16,9 @@ import pytest
 import fddp
 from fddp.audit import read
 from fddp.comm import mesh
-from fddp.compiled.flights import find_flights
-from fddp.compiled.hlo import parse
 from fddp.compiled.targets import read_target
+from fddp.hlo.collectives import find_flights
+from fddp.hlo.module import parse
 from fddp.workload import Workload, read_workload
 from models import mlp
 

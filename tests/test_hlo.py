@@ -2,9 +2,9 @@
 
 import pytest
 
-from fddp.compiled.effort import Work, traffic, work
-from fddp.compiled.flights import find_flights
-from fddp.compiled.hlo import Array, parse
+from fddp.hlo.collectives import find_flights
+from fddp.hlo.flops import Work, traffic, work
+from fddp.hlo.module import Array, parse
 
 HEAD = "HloModule f, is_scheduled=true\n"
 

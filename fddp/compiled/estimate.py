@@ -8,10 +8,8 @@ sides, and the estimate is for comparing schedules, not for promising millisecon
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
 
-from fddp.compiled.effort import traffic, work
-from fddp.compiled.flights import Flight, sends
-from fddp.compiled.hlo import Computation, Instruction, Module
 from fddp.compiled.targets import Target
+from fddp.hlo import Computation, Flight, Instruction, Module, sends, traffic, work
 from fddp.timeline import Span, Timeline
 
 

@@ -6,8 +6,8 @@ is one instruction, or that XLA has marked as synchronous, holds the program up.
 
 from dataclasses import dataclass
 
-from fddp.compiled.effort import work
-from fddp.compiled.hlo import Array, Instruction, Module, Schedule
+from fddp.hlo.flops import work
+from fddp.hlo.module import Array, Instruction, Module, Schedule
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

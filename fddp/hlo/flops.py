@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from fddp.compiled.hlo import Computation, Instruction, Module
+from fddp.hlo.module import Computation, Instruction, Module
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "add-dependency", "opt-barrier"}

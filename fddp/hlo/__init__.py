@@ -1,0 +1,14 @@
+"""A compiled program as text: its instructions, what they cost, and the collectives among them.
+
+A step compares what the programs of all ranks send; an audit holds them against the plan. This room imports no other.
+"""
+
+from fddp.hlo.collectives import Flight as Flight
+from fddp.hlo.collectives import find_flights as find_flights
+from fddp.hlo.collectives import sends as sends
+from fddp.hlo.flops import traffic as traffic
+from fddp.hlo.flops import work as work
+from fddp.hlo.module import Computation as Computation
+from fddp.hlo.module import Instruction as Instruction
+from fddp.hlo.module import Module as Module
+from fddp.hlo.module import parse as parse
