@@ -22,22 +22,6 @@ def refuse_tracers(tree: Any) -> None:
         )
 
 
-def refuse_deleted(state: Any) -> None:
-    """Says that a state's memory was used for something else; where a process has several devices JAX would crash.
-
-    Args:
-      state: what a step was given.
-
-    Raises:
-      ValueError: an array of it was donated.
-    """
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
-        raise ValueError(
-            "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
-            "state that the step returned, or make the step with donate=False to use a state several times."
-        )
-
-
 def check_arrays(params: Any) -> None:
     """Refuses parameters that hold no arrays, or something else."""
     leaves = jax.tree.leaves(params)

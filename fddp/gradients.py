@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from fddp.checks import refuse_tracers
 from fddp.comm import EVERYWHERE, Group
-from fddp.objective import make_objective
-from fddp.options import check_callable, explained, read_options
+from fddp.losses import check_callable, make_objective
+from fddp.options import explained, read_options
 from fddp.reducer import Reducer
 from fddp.state import Mean, TrainState
 from fddp.world import group_of

@@ -139,21 +139,6 @@ def read_options(call: str, given: dict[str, Any]) -> Options:
     return Options(**given)
 
 
-def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
-    """Passes a function on, or says that it is none; DDP takes a module, and a module can be called."""
-    kind = value if isinstance(value, type) else type(value)
-    modules = [f"{parent.__module__}.{parent.__name__}" for parent in kind.__mro__]
-    for module, adapter in (("flax.linen.module.Module", "from_linen"), ("flax.nnx.module.Module", "from_nnx")):
-        if module in modules:
-            raise TypeError(
-                f"fddp.{call}: {name} must be a loss, a function of parameters and batch, got the module "
-                f"{kind.__name__}; fddp.{adapter}(module, loss) makes one of it."
-            )
-    if not callable(value):
-        raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")
-    return value
-
-
 def check_optimizer(call: str, value: Any) -> None:
     """Says of something that it is no optimizer of optax's."""
     if not hasattr(value, "init") or not hasattr(value, "update"):

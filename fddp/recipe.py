@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.accumulate import accumulate
 from fddp.buckets import BucketPlan, Wires, from_words, make_plan, pack_parts, to_words, unpack_parts
 from fddp.comm import Member, lifted, lowered, other_axes, parts
 from fddp.jaxpr import differentiable
-from fddp.keys import folded
-from fddp.objective import Joined, Objective, Pending, Sums, contribute, in_unit, mean, plus, reached
+from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
 from fddp.options import Options
 from fddp.reduction import Reduction, reductions
 from fddp.scale import scaled

@@ -17,11 +17,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from fddp.buckets import BucketPlan
-from fddp.checks import check_params, refuse_deleted, refuse_lists, refuse_tracers, verify_collectives
+from fddp.checks import check_params, refuse_lists, refuse_tracers, verify_collectives
 from fddp.comm import EVERYWHERE, Group, described, other_axes, shortened, specs, trace, verify
 from fddp.jax_internals import without_jit
-from fddp.jaxpr import collectives, ready_order
-from fddp.objective import Objective, Sums
+from fddp.jaxpr import collectives, ready_order, refuse_deleted
+from fddp.losses import Objective, Sums
 from fddp.options import Options
 from fddp.recipe import Recipe
 from fddp.schedule import Pieces, Runner, Schedule, after, fused

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fddp.objective import Objective, Value
+from fddp.losses import Objective, Value
 
 
 class DynamicScaleState(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from fddp.objective import Pending
+from fddp.losses import Pending
 
 
 class TrainState(NamedTuple):

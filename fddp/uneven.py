@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from fddp.comm import Group
-from fddp.objective import Joined
+from fddp.losses import Joined
 from fddp.world import group_of
 
 EXHAUSTED: Any = object()

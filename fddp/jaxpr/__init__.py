@@ -7,6 +7,7 @@ read off here. This room imports no other.
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import merge as merge
+from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split as split
 from fddp.jaxpr.masks import tracked as tracked
 from fddp.jaxpr.order import grad_order as grad_order

@@ -1,8 +1,9 @@
-"""The leaves of a tree: those that can have a gradient, apart from the rest and together again."""
+"""The leaves of a tree: those that can have a gradient, apart from the rest and together again; those that are gone."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
@@ -22,3 +23,19 @@ def merge(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence[Any])
     """Puts the leaves back in their places: the inverse of `split`."""
     inside, rest = dict(zip(chosen, trainable)), iter(fixed)
     return [inside[i] if i in inside else next(rest) for i in range(len(trainable) + len(fixed))]
+
+
+def refuse_deleted(state: Any) -> None:
+    """Says that a state's memory was used for something else; where a process has several devices JAX would crash.
+
+    Args:
+      state: what a step was given.
+
+    Raises:
+      ValueError: an array of it was donated.
+    """
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        raise ValueError(
+            "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
+            "state that the step returned, or make the step with donate=False to use a state several times."
+        )

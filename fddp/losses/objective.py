@@ -1,18 +1,11 @@
-"""The user's loss in one form, whatever form it was written in, and what one micro-batch adds to a step.
+"""The user's loss in one form, whatever form it was written in, and what is wrong with it in his words."""
 
-A step is a sum of contributions over micro-batches, over calls since the last synchronization and over replicas,
-followed by one division: Σ w·g / Σ w. Everything that is summed (gradients, loss, metrics, the weights themselves) has
-the same algebra, so accumulation, `no_sync` and replicas need no formulas of their own.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
-
-from fddp.jaxpr import merge, split, statically_used, tracked
 
 
 class Weighted(NamedTuple):
@@ -39,31 +32,6 @@ class Joined(NamedTuple):
     """How much each row adds to what the sum is divided by."""
     leads: Bool[ArrayLike, " rows"] | None = None
     """Whose buffers all get: those of the replica with a row that leads; None: replica 0's, as without `join`."""
-
-
-class Sums(NamedTuple):
-    """Weighted sums of what micro-batches contribute."""
-
-    grads: Any
-    """Σ w·g for each trained leaf of the parameters, in the order of the leaves."""
-    weight: Float[Array, ""]
-    loss: Float[Array, ""]
-    aux: Any
-    used: Float[Array, " leaves"] | None = None
-    """How many replicas used each trained leaf; of one replica 0 or 1. None where nobody asks."""
-
-
-class Pending(NamedTuple):
-    """What a replica has gathered since the last synchronization."""
-
-    sums: Any
-    """`Sums`, or None at the start: nothing yet."""
-    model_state: Any
-    """Buffers as this replica's last forward left them."""
-    micro_batches: Int[Array, ""]
-    """How many micro-batches came since the last synchronization."""
-    unit: Int[Array, ""]
-    """How many rows weigh 1 in the sums; 1 where the loss tells its weight."""
 
 
 class Value(NamedTuple):
@@ -118,97 +86,19 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
     return objective
 
 
-def contribute(
-    objective: Objective,
-    chosen: Sequence[int],
-    params: Any,
-    pending: Pending,
-    key: Any,
-    batch: Any,
-    *,
-    find_unused: bool = False,
-) -> Pending:
-    """Adds one micro-batch's gradients, loss and metrics to what is pending.
-
-    Args:
-      objective: the loss, from `make_objective`.
-      chosen: which leaves of the parameters to take gradients of.
-      params: parameters.
-      pending: what was gathered so far.
-      key: random key of this step, micro-batch and replica, or None.
-      batch: rows of one micro-batch.
-      find_unused: whether to tell which of these leaves the loss used.
-
-    Returns:
-      What is pending now.
-    """
-    loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
-
-    def untracked(trainable: Sequence[Array]) -> tuple[Array, tuple[Value, None]]:
-        weighted, value = loss(trainable)
-        return weighted, (value, None)
-
-    f = tracked(loss) if find_unused else untracked
-    (_, (value, used)), grads = jax.value_and_grad(f, has_aux=True)(trainable)
-    weight = value.weight
-    sums = Sums(
-        grads=tuple(grads),
-        weight=value.divisor,
-        loss=weight * value.loss,
-        aux=jax.tree.map(lambda x: weight.astype(x.dtype) * x, value.aux),
-        # A rank without data shadows the others: what it computes counts for nothing.
-        used=None if used is None else jnp.where(weight > 0, used, False).astype(jnp.float32),
-    )
-    return Pending(plus(pending.sums, sums), value.model_state, pending.micro_batches + 1, value.unit)
-
-
-def reached(
-    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
-) -> tuple[bool, ...]:
-    """Which of the chosen leaves have any path to the loss, in any branch; arguments as of `contribute`."""
-    loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
-    return statically_used(loss, trainable)
-
-
-def plus(a: Sums | None, b: Sums) -> Sums:
-    """Adds contributions of one replica; None is the neutral element. Used once is used."""
-    if a is None:
-        return b
-    return jax.tree.map(jnp.add, a, b)._replace(used=jax.tree.map(jnp.maximum, a.used, b.used))
-
-
-def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
-    """What is pending, as it would be if so many rows weighed 1: it may come from a step that began otherwise."""
-    if pending.sums is None:
-        return None
-    factor = pending.unit / unit
-    sums = jax.tree.map(lambda x: x * factor.astype(x.dtype), pending.sums._replace(used=None))
-    return sums._replace(used=pending.sums.used)
-
-
-def mean(sums: Sums) -> Sums:
-    """Divides contributions by their weight; where nothing has weight the mean is zero."""
-    weight = jnp.where(sums.weight == 0, 1, sums.weight)
-
-    def divided(x: Array) -> Array:
-        # Not in 16 bits: the weight, of all tokens say, may be more than float16 holds.
-        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-        return (x.astype(wide) / weight.astype(wide)).astype(x.dtype)
-
-    return jax.tree.map(divided, sums)._replace(used=sums.used)
-
-
-def _of_leaves(
-    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
-) -> tuple[Callable[[Sequence[Array]], tuple[Array, Value]], list[Array]]:
-    """The objective as a function of the chosen leaves alone, and these."""
-    leaves, treedef = jax.tree.flatten(params)
-    trainable, fixed = split(chosen, leaves)
-
-    def loss(trainable: Sequence[Array]) -> tuple[Array, Value]:
-        return objective(treedef.unflatten(merge(chosen, trainable, fixed)), pending.model_state, key, batch)
-
-    return loss, list(trainable)
+def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
+    """Passes a function on, or says that it is none; DDP takes a module, and a module can be called."""
+    kind = value if isinstance(value, type) else type(value)
+    modules = [f"{parent.__module__}.{parent.__name__}" for parent in kind.__mro__]
+    for module, adapter in (("flax.linen.module.Module", "from_linen"), ("flax.nnx.module.Module", "from_nnx")):
+        if module in modules:
+            raise TypeError(
+                f"fddp.{call}: {name} must be a loss, a function of parameters and batch, got the module "
+                f"{kind.__name__}; fddp.{adapter}(module, loss) makes one of it."
+            )
+    if not callable(value):
+        raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")
+    return value
 
 
 def _pair(value: Any, form: str) -> tuple[Any, Any]:

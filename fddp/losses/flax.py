@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fddp.checks import refuse_deleted
-from fddp.objective import Weighted
-from fddp.state import TrainState
+from fddp.jaxpr import refuse_deleted
+from fddp.losses.objective import Weighted
 
 LossOf = Callable[[Any, Any], Any]
 
@@ -27,7 +26,7 @@ class Linen(NamedTuple):
     """For `train_step`: with `model_state=` where `init` gave one, `rng=` where the module draws random numbers."""
     init: Callable[[Any, Any], tuple[Any, Any]]
     """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without buffers."""
-    module: Callable[[TrainState], flax.linen.Module]
+    module: Callable[[Any], flax.linen.Module]
     """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it, or read its
     `.variables`."""
 
@@ -40,7 +39,7 @@ class Nnx(NamedTuple):
     params: Any
     model_state: Any
     """None for modules without buffers."""
-    module: Callable[[TrainState], nnx.Module]
+    module: Callable[[Any], nnx.Module]
     """`module(state)`: a module of its own with a copy of the state's parameters and buffers, and random streams as
     `from_nnx` found them; to evaluate, or to save."""
 
@@ -79,7 +78,7 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
         value = run({"params": params, **state}, batch, rngs=streams)
         return _with_state(*value) if state else value
 
-    def back(state: TrainState) -> flax.linen.Module:
+    def back(state: Any) -> flax.linen.Module:
         params, buffers = _copied((state.params, state.model_state))
         return module.bind({"params": params, **(buffers or {})})
 
@@ -119,7 +118,7 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
         *_, buffers_now = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return _with_state(value, nnx.to_pure_dict(cast(nnx.State, buffers_now)))
 
-    def back(state: TrainState) -> nnx.Module:
+    def back(state: Any) -> nnx.Module:
         given, buffers_now = _copied((state.params, state.model_state))
         return nnx.merge(graphdef, _filled(params, given), _copied(streams), _filled(_copied(buffers), buffers_now))
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fddp.options import check_callable
+from fddp.losses.objective import check_callable
 
 
 def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16) -> Callable[..., Any]:

@@ -1,0 +1,23 @@
+"""The loss in one form, and what a micro-batch contributes to a step.
+
+A step is Σ w·g / Σ w over everything that it sums. Losses in 16 bits and losses of Flax modules are made here. Flax is
+loaded only with `losses.flax` and `losses.batch_norm`. This room imports jaxpr.
+"""
+
+from fddp.losses.objective import Joined as Joined
+from fddp.losses.objective import Objective as Objective
+from fddp.losses.objective import Value as Value
+from fddp.losses.objective import Weighted as Weighted
+from fddp.losses.objective import check_callable as check_callable
+from fddp.losses.objective import make_objective as make_objective
+from fddp.losses.precision import mixed_precision as mixed_precision
+from fddp.losses.rng import Shared as Shared
+from fddp.losses.rng import folded as folded
+from fddp.losses.sums import Pending as Pending
+from fddp.losses.sums import Sums as Sums
+from fddp.losses.sums import accumulate as accumulate
+from fddp.losses.sums import contribute as contribute
+from fddp.losses.sums import in_unit as in_unit
+from fddp.losses.sums import mean as mean
+from fddp.losses.sums import plus as plus
+from fddp.losses.sums import reached as reached
