@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from textwrap import indent
 from typing import Any, Literal, TypeVar
 
-from fddp.hook import Hook
+from fddp.hooks import Hook
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -15,10 +15,10 @@ from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Wires, from_words, make_plan, pack_parts, to_words, unpack_parts
 from fddp.comm import Member, lifted, lowered, other_axes, parts
+from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
 from fddp.options import Options
-from fddp.reduction import Reduction, reductions
 from fddp.scale import scaled
 from fddp.sending import Memory
 from fddp.state import Mean, TrainState

@@ -14,7 +14,7 @@ import jax
 
 from fddp.buckets import Wires
 from fddp.comm import EVERYWHERE, Member, lifted, lowered
-from fddp.reduction import Reduction, all_summed
+from fddp.hooks import Reduction, all_summed
 from fddp.sending import Memory, Sent, bytes_of, remembered, sending
 from fddp.timeline import Span, Timeline
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
-from fddp.hook import GradBucket, Hook, State, split, starting
+from fddp.hooks.first_steps import starting
+from fddp.hooks.hook import GradBucket, Hook, State, split
 
 
 def powersgd(

@@ -1,84 +1,19 @@
-"""The communication hooks: 16 and 8 bits, sparse and low-rank sums, and none at all.
-
-They compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
-sums.
-
-What a hook remembers is in the units of the step it comes from, Σ w·g, and is added to the next step's whatever its
-weights are; of a parameter that no replica used in a step it is gone.
-
-Source: `ddp_comm_hooks` in PyTorch.
-"""
+"""Buckets of which less is sent: 8 bits a number, or the largest numbers; the rest is remembered."""
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Int8
 
 from fddp.comm import Communicator
-from fddp.hook import GradBucket, Hook, State, nothing, split
-from fddp.hook import allreduce as allreduce
-from fddp.hook import starting as starting
-from fddp.lowrank import powersgd as powersgd
+from fddp.hooks.hook import GradBucket, Hook, State, split
+from fddp.hooks.narrow import as_rows, is_float
 
 BYTES_OF_A_SCALE = 4
-
-
-def noop() -> Hook:
-    """Sends nothing, to see what a step costs without traffic: each replica goes on as if all had its gradients.
-
-    Replicas then differ; only for debugging (PyTorch's `noop_hook`).
-    """
-    return Hook(nothing, lambda comm, bucket, state: (bucket.buffer * comm.size, state), "noop")
-
-
-def bf16(hook: Hook | None = None) -> Hook:
-    """Sends float sums as bfloat16 (float16 as it is): half the bytes (PyTorch's `bf16_compress_hook` and its wrapper).
-
-    Args:
-      hook: whose sums; None: `allreduce()`.
-
-    Returns:
-      The hook. Where all-reduces know no 16 bits (CPUs, MPI) every replica gets a part of everybody's words
-      (all-to-all), adds them up in float32 and hands the sum round (all-gather).
-    """
-    hook = hook or allreduce()
-
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        return hook.apply(replace(comm, psum=partial(_narrow_psum, comm, jnp.bfloat16)), bucket, state)
-
-    return Hook(hook.init, apply, f"bf16({hook.name})")
-
-
-def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
-    """Sends float sums as float16 (bfloat16 as it is; PyTorch's `fp16_compress_hook` and its wrapper).
-
-    Args:
-      hook: whose sums; None: `allreduce()`.
-      predivide: what a replica's part is divided by before it is rounded, and the sum multiplied by afterwards, so
-        that the sum stays below 65,504; None: the number of replicas. A part is Σ w·g over micro-batches: with
-        accumulation, a loss scale or `fddp.Weighted` losses give what these multiply to.
-
-    Returns:
-      The hook.
-
-    Raises:
-      ValueError: predivide is not above 0.
-    """
-    if predivide is not None and not predivide > 0:
-        raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
-    hook = hook or allreduce()
-
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        psum = partial(_narrow_psum, comm, jnp.float16, by=predivide or comm.size)
-        return hook.apply(replace(comm, psum=psum), bucket, state)
-
-    return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
 
 
 def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
@@ -98,7 +33,7 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
         raise ValueError(f"quantize: block must be a whole number of 1 or more, got {block!r}.")
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
-        message = _to_int8(_rows(x, comm.size, block), block)
+        message = _to_int8(as_rows(x, comm.size, block), block)
         arrived = _from_int8(comm.all_to_all(message), block).sum(0)
         answer = _to_int8(arrived, block)
         total = _from_int8(comm.all_gather(answer), block)
@@ -137,20 +72,16 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
     return _compressed(reduce, error_feedback, f"topk({ratio}, error_feedback={error_feedback})")
 
 
-def _is_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
 def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], error_feedback: bool, name: str) -> Hook:
     """A hook that sends an approximation, `reduce(comm, x)` → (sum over replicas, what stood for x in it), and
     remembers what it left out. Complex numbers are summed as they are."""
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
-        return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and _is_float(leaf.dtype) else ()
+        return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and is_float(leaf.dtype) else ()
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         buffer = bucket.buffer
-        if not _is_float(buffer.dtype):
+        if not is_float(buffer.dtype):
             return comm.psum(buffer), state
         if not error_feedback:
             return reduce(comm, buffer)[0].astype(buffer.dtype), state
@@ -160,29 +91,6 @@ def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], er
         return total.astype(buffer.dtype), tuple(split(left))
 
     return Hook(init, apply, name)
-
-
-def _narrow_psum(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
-    """A sum whose words on the wire have 16 bits; integers go as they are, 16-bit floats in their own dtype."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = _narrow_psum(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
-        return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
-    if not _is_float(x.dtype):
-        return comm.psum(x)
-    dtype = x.dtype if x.dtype.itemsize == 2 else dtype
-    part = (x / by).astype(dtype)
-    if comm.native16:
-        return by * comm.psum(part).astype(x.dtype)
-    rows = jax.lax.bitcast_convert_type(_rows(part, comm.size), jnp.uint16)
-    part = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
-    total = comm.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
-    return by * jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
-
-
-def _rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array, "count m"]:
-    """An array as so many rows of one length, a multiple of some number, with zeros at its end."""
-    length = multiple * math.ceil(x.size / (count * multiple))
-    return jnp.pad(x, (0, count * length - x.size)).reshape(count, length)
 
 
 def _to_int8(x: Float[Array, "... m"], block: int) -> Int8[Array, "... k"]:

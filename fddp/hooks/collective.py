@@ -9,8 +9,8 @@ import jax
 
 from fddp.buckets import BucketPlan, pack, unpack
 from fddp.comm import Group, axis_communicator
-from fddp.hook import Hook
-from fddp.reduction import reductions, summed
+from fddp.hooks.hook import Hook
+from fddp.hooks.sums import reductions, summed
 
 
 def all_reduce(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fddp.buckets import Bucket, BucketPlan
 from fddp.comm import Communicator, taken, told
-from fddp.hook import GradBucket, Hook
+from fddp.hooks.hook import GradBucket, Hook
 
 
 class Reduction(NamedTuple):

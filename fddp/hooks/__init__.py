@@ -1,0 +1,26 @@
+"""How a message is summed over replicas: plainly, in 16 or 8 bits, sparse, of low rank, or not at all.
+
+Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
+sums. What a hook remembers is in the units of the step it comes from, Σ w·g, and is added to the next step's whatever
+its weights are; of a parameter that no replica used in a step it is gone. This room imports buckets and comm.
+
+Source: `ddp_comm_hooks` in PyTorch.
+"""
+
+from fddp.hooks.collective import all_reduce as all_reduce
+from fddp.hooks.compress import quantize as quantize
+from fddp.hooks.compress import topk as topk
+from fddp.hooks.first_steps import starting as starting
+from fddp.hooks.hook import GradBucket as GradBucket
+from fddp.hooks.hook import Hook as Hook
+from fddp.hooks.hook import allreduce as allreduce
+from fddp.hooks.low_rank import powersgd as powersgd
+from fddp.hooks.narrow import bf16 as bf16
+from fddp.hooks.narrow import fp16 as fp16
+from fddp.hooks.narrow import noop as noop
+from fddp.hooks.sums import PLAIN as PLAIN
+from fddp.hooks.sums import Reduction as Reduction
+from fddp.hooks.sums import all_finite as all_finite
+from fddp.hooks.sums import all_summed as all_summed
+from fddp.hooks.sums import reductions as reductions
+from fddp.hooks.sums import summed as summed

@@ -1,0 +1,49 @@
+"""Another hook for the first steps: early gradients bear compression badly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fddp.comm import Communicator, taken, told
+from fddp.hooks.hook import GradBucket, Hook, State, allreduce
+
+
+def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
+    """Uses another hook for the first steps: early gradients bear compression badly (PyTorch's `start_powerSGD_iter`).
+
+    Args:
+      step: how many steps go by before `hook` begins.
+      hook: what is used then.
+      first: what is used before; None: `allreduce()`.
+
+    Returns:
+      The hook.
+
+    Raises:
+      ValueError: step is no whole number of 0 or more.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"starting: step must be a whole number of 0 or more, got {step!r}.")
+    first = first or allreduce()
+
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        return {"step": jnp.zeros((), jnp.int32), "first": first.init(leaf), "then": hook.init(leaf)}
+
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        def phase(hook: Hook, name: str) -> Callable[[State], Any]:
+            def run(state: State) -> Any:
+                own = tuple(leaf[name] for leaf in state)
+                (total, own), sent = taken(comm, hook.apply, comm, bucket, own)
+                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), told(sent)
+
+            return run
+
+        early = state[0]["step"] < step
+        total, state, sent = jax.lax.cond(early, phase(first, "first"), phase(hook, "then"), state)
+        comm.sent.append(sent)
+        return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in state)
+
+    return Hook(init, apply, f"starting({step}, {hook.name}, {first.name})")

@@ -1,0 +1,93 @@
+"""Buckets that travel in 16 bits, and buckets that do not travel."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from fddp.comm import Communicator
+from fddp.hooks.hook import GradBucket, Hook, State, nothing
+from fddp.hooks.hook import allreduce as allreduce
+
+
+def noop() -> Hook:
+    """Sends nothing, to see what a step costs without traffic: each replica goes on as if all had its gradients.
+
+    Replicas then differ; only for debugging (PyTorch's `noop_hook`).
+    """
+    return Hook(nothing, lambda comm, bucket, state: (bucket.buffer * comm.size, state), "noop")
+
+
+def bf16(hook: Hook | None = None) -> Hook:
+    """Sends float sums as bfloat16 (float16 as it is): half the bytes (PyTorch's `bf16_compress_hook` and its wrapper).
+
+    Args:
+      hook: whose sums; None: `allreduce()`.
+
+    Returns:
+      The hook. Where all-reduces know no 16 bits (CPUs, MPI) every replica gets a part of everybody's words
+      (all-to-all), adds them up in float32 and hands the sum round (all-gather).
+    """
+    hook = hook or allreduce()
+
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        return hook.apply(replace(comm, psum=partial(_narrow_psum, comm, jnp.bfloat16)), bucket, state)
+
+    return Hook(hook.init, apply, f"bf16({hook.name})")
+
+
+def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
+    """Sends float sums as float16 (bfloat16 as it is; PyTorch's `fp16_compress_hook` and its wrapper).
+
+    Args:
+      hook: whose sums; None: `allreduce()`.
+      predivide: what a replica's part is divided by before it is rounded, and the sum multiplied by afterwards, so
+        that the sum stays below 65,504; None: the number of replicas. A part is Σ w·g over micro-batches: with
+        accumulation, a loss scale or `fddp.Weighted` losses give what these multiply to.
+
+    Returns:
+      The hook.
+
+    Raises:
+      ValueError: predivide is not above 0.
+    """
+    if predivide is not None and not predivide > 0:
+        raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
+    hook = hook or allreduce()
+
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        psum = partial(_narrow_psum, comm, jnp.float16, by=predivide or comm.size)
+        return hook.apply(replace(comm, psum=psum), bucket, state)
+
+    return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _narrow_psum(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
+    """A sum whose words on the wire have 16 bits; integers go as they are, 16-bit floats in their own dtype."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = _narrow_psum(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
+        return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
+    if not is_float(x.dtype):
+        return comm.psum(x)
+    dtype = x.dtype if x.dtype.itemsize == 2 else dtype
+    part = (x / by).astype(dtype)
+    if comm.native16:
+        return by * comm.psum(part).astype(x.dtype)
+    rows = jax.lax.bitcast_convert_type(as_rows(part, comm.size), jnp.uint16)
+    part = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
+    total = comm.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
+    return by * jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
+
+
+def as_rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array, "count m"]:
+    """An array as so many rows of one length, a multiple of some number, with zeros at its end."""
+    length = multiple * math.ceil(x.size / (count * multiple))
+    return jnp.pad(x, (0, count * length - x.size)).reshape(count, length)
