@@ -39,10 +39,10 @@ from fddp.losses.flax import Nnx as Nnx
 from fddp.losses.flax import from_linen as from_linen
 from fddp.losses.flax import from_nnx as from_nnx
 from fddp.measurement import Measurement as Measurement
+from fddp.optim import DynamicScaleState as DynamicScaleState
+from fddp.optim import dynamic_scale as dynamic_scale
 from fddp.options import Options as Options
 from fddp.sampler import samples as samples
-from fddp.scale import DynamicScaleState as DynamicScaleState
-from fddp.scale import dynamic_scale as dynamic_scale
 from fddp.state import StepInfo as StepInfo
 from fddp.state import TrainState as TrainState
 from fddp.step import TrainStep as TrainStep

@@ -18,8 +18,8 @@ from fddp.comm import Member, lifted, lowered, other_axes, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
+from fddp.optim import scaled
 from fddp.options import Options
-from fddp.scale import scaled
 from fddp.sending import Memory
 from fddp.state import Mean, TrainState
 

@@ -18,11 +18,10 @@ from fddp.buckets import BucketPlan
 from fddp.checks import check_arrays, check_trained
 from fddp.comm import EVERYWHERE, Group, described, laid_out, other_axes, specs, verify
 from fddp.jaxpr import refuse_deleted
-from fddp.layout import optimizer_laid_out
 from fddp.logbook import Stats, stats
 from fddp.losses import check_callable, make_objective
 from fddp.measurement import Measurement, measure
-from fddp.optimizer import check_needs, update
+from fddp.optim import check_needs, optimizer_laid_out, update
 from fddp.options import check_optimizer, explained, read_options
 from fddp.reducer import Reducer
 from fddp.start import equal_start

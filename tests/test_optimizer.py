@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fddp.optimizer import update
+from fddp.optim.updates import update
 
 PARTS: dict[Any, Any] = {"x": optax.adamw(0.1, weight_decay=0.5), "y": optax.sgd(0.1, momentum=0.9)}
 NESTED = {"enc": {"a": np.ones(3), "b": np.full(3, 2.0)}, "head": np.full(2, 3.0)}

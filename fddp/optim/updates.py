@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fddp.optim.layout import map_state, masked
+
 # What optax's transformations call functions that compute the loss, or its gradients, at other parameters.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "value_fn": lambda params, **rest: optax.tree.sum(params),
@@ -54,7 +56,7 @@ def update(
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from fddp.optimizer import update
+      >>> from fddp.optim.updates import update
       >>> decay, ones = optax.add_decayed_weights(-0.5), {"a": jnp.ones(()), "b": jnp.ones(())}
       >>> params, _ = update(decay, {"a": 0.0, "b": 0.0}, decay.init(ones), ones, used={"a": 2, "b": 0})
       >>> {name: float(x) for name, x in params.items()}
@@ -149,40 +151,3 @@ def _other_form(updates: Any, params: Any) -> str:
 def _fast(params: Any) -> Any:
     """What has gradients: all but the slow ones of `optax.LookaheadParams`."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-def map_state(of_params: Callable[..., Any], of_rest: Callable[..., Any], params: Any, *states: Any) -> Any:
-    """Maps over an optimizer's states: apart over what they hold for each parameter, and over the rest.
-
-    `optax.tree_map_params` makes a state of something that is no parameters, at which functions that label parameters
-    by their path fail; here a part of a state is known by its structure.
-
-    Args:
-      of_params: what to make of parts that are trees like the parameters, or like a part of them: an empty node
-        (`masked`) stands where that part of the optimizer is for none.
-      of_rest: what to make of any other leaf, a count of steps say.
-      params: the parameters.
-      *states: one or more, of one optimizer.
-
-    Returns:
-      What these make, in the form of the states.
-    """
-
-    def like_params(part: Any) -> bool:
-        held, form = jax.tree.flatten(part, is_leaf=masked)
-        try:
-            given = form.flatten_up_to(params)
-        except ValueError:
-            return False
-        alike = all(masked(x) or jax.tree_util.all_leaves([param]) for x, param in zip(held, given))
-        # Where a single array is trained every leaf is alike, the count of steps too.
-        return alike and (part is not held[0] or masked(part) or jnp.issubdtype(part.dtype, jnp.inexact))
-
-    return jax.tree.map(
-        lambda *parts: (of_params if like_params(parts[0]) else of_rest)(*parts), *states, is_leaf=like_params
-    )
-
-
-def masked(x: Any) -> bool:
-    """Whether this stands in an optimizer's state for a parameter, or many, that it is not for."""
-    return isinstance(x, optax.MaskedNode)

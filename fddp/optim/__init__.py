@@ -1,0 +1,11 @@
+"""What is done with averaged gradients: an optimizer's update, its state, a loss scale that follows them.
+
+This room imports losses.
+"""
+
+from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out
+from fddp.optim.loss_scale import DynamicScaleState as DynamicScaleState
+from fddp.optim.loss_scale import dynamic_scale as dynamic_scale
+from fddp.optim.loss_scale import scaled as scaled
+from fddp.optim.updates import check_needs as check_needs
+from fddp.optim.updates import update as update
