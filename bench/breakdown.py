@@ -36,7 +36,7 @@ from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
 from fddp.drawing import figure
 from fddp.measurement import MeasuredStep
-from fddp.timeline import Span, Timeline
+from fddp.schedules.timeline import Span, Timeline
 
 CAP_MB = 4.0  # for the first and the last bucket, too
 PARTS = {

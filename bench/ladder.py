@@ -32,10 +32,10 @@ from bench.watching import Way, watch, way
 from fddp.comm.member import Member
 from fddp.drawing import figure
 from fddp.reducer import SCHEDULES
-from fddp.schedule import Pieces, Runner
-from fddp.sending import Memory, Sent, remembered, sending
-from fddp.staged import Cut, cut_step, land
-from fddp.timeline import Span, Timeline
+from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.send import Memory, Sent, remembered, sending
+from fddp.schedules.threads import Cut, cut_step, land
+from fddp.schedules.timeline import Span, Timeline
 
 MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
 FIRST = "after, per leaf"

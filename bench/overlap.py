@@ -32,7 +32,7 @@ from bench.jobs import ending
 from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
 from fddp.drawing import draw, figure
-from fddp.timeline import Span, Timeline, simulate
+from fddp.schedules.timeline import Span, Timeline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
 # Near what fddp.tune picks here, see bench/tuning.py.

@@ -20,7 +20,7 @@ from bench.jobs import ending, start
 from bench.record import save
 from fddp.link import Link
 from fddp.scaling import REPLICAS, Algorithm, hop_of, project, ring, tree
-from fddp.timeline import Pace
+from fddp.schedules.timeline import Pace
 
 
 def main() -> None:

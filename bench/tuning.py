@@ -20,7 +20,7 @@ from bench.record import save, save_picture
 from bench.two_hosts import BACKENDS, ask
 from fddp.drawing import figure
 from fddp.link import Link
-from fddp.timeline import Pace
+from fddp.schedules.timeline import Pace
 
 
 def main() -> None:

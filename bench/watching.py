@@ -10,7 +10,7 @@ import optax
 import fddp
 from bench.problems import Problem
 from fddp.measurement import Measurement, measure
-from fddp.timeline import Timeline
+from fddp.schedules.timeline import Timeline
 
 OPTIMIZER = optax.sgd(1e-3)
 

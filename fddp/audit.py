@@ -19,8 +19,8 @@ from fddp.compiled.estimate import estimate
 from fddp.compiled.targets import Target, read_target
 from fddp.drawing import draw, figure, label
 from fddp.hlo import Flight, Module, find_flights, parse, work
+from fddp.schedules import Timeline
 from fddp.step import TrainStep
-from fddp.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Source: the figures of Li et al. (VLDB 2020), section 3.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fddp.timeline import Timeline
+from fddp.schedules import Timeline
 
 COLOURS = {"compute": "#9db8d2", "update": "#c5b28b", "communication": "#1f4e79"}
 

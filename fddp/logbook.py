@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fddp.buckets import BucketPlan, MiB
 from fddp.comm import Group
 from fddp.options import Options
-from fddp.timeline import Timeline
+from fddp.schedules import Timeline
 
 
 @dataclass(frozen=True)

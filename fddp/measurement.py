@@ -15,7 +15,7 @@ import jax
 
 from fddp.drawing import draw, figure
 from fddp.profile import profiled
-from fddp.timeline import Span, Timeline
+from fddp.schedules import Span, Timeline
 
 ROWS = {"step": 0, "compute": 1, "update": 1, "communication": 2}  # by kind of span
 NAMES = ("step", "compute", "communication")

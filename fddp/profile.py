@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from fddp.jax_internals import Event, Plane, read_profile
-from fddp.timeline import Span, Timeline
+from fddp.schedules import Span, Timeline
 
 STEP = "fddp step"
 # As HLO, mpi4jax, NCCL and JAX name them; hooks gather and scatter too.

@@ -20,7 +20,7 @@ from fddp.jaxpr import differentiable
 from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
 from fddp.optim import scaled
 from fddp.options import Options
-from fddp.sending import Memory
+from fddp.schedules import Memory
 from fddp.state import Mean, TrainState
 
 

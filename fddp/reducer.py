@@ -24,8 +24,7 @@ from fddp.jaxpr import collectives, ready_order, refuse_deleted
 from fddp.losses import Objective, Sums
 from fddp.options import Options
 from fddp.recipe import Recipe
-from fddp.schedule import Pieces, Runner, Schedule, after, fused
-from fddp.staged import staged
+from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
 from fddp.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf, log2
 
 from fddp.link import Link
-from fddp.timeline import Pace, simulate
+from fddp.schedules import Pace, simulate
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 

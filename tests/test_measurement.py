@@ -14,7 +14,7 @@ import fddp
 from fddp.jax_internals import Event, Plane
 from fddp.measurement import MeasuredStep, Measurement
 from fddp.profile import COLLECTIVE, read_steps
-from fddp.timeline import Span, Timeline
+from fddp.schedules.timeline import Span, Timeline
 
 
 def compute(start: float, end: float) -> Span:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fddp.comm.member import EVERYWHERE
-from fddp.relay import relay
+from fddp.schedules.stage_programs import relay
 
 
 def made(group, f, args, groups, donate=()):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.timeline import Pace, Span, Timeline, observed_pace, simulate
+from fddp.schedules.timeline import Pace, Span, Timeline, observed_pace, simulate
 
 
 def compute(*times):

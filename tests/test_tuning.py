@@ -12,7 +12,7 @@ from fddp.buckets.plan import make_plan
 from fddp.link import Link
 from fddp.measurement import MeasuredStep
 from fddp.regrouping import Typical, joined, total_seconds, typical, wire_bytes
-from fddp.timeline import Pace, Span, Timeline
+from fddp.schedules.timeline import Pace, Span, Timeline
 from fddp.tuning import Candidate, Tuning, tune_model
 from models import mlp
 

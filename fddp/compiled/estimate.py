@@ -10,7 +10,7 @@ Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 
 from fddp.compiled.targets import Target
 from fddp.hlo import Computation, Flight, Instruction, Module, sends, traffic, work
-from fddp.timeline import Span, Timeline
+from fddp.schedules import Span, Timeline
 
 
 def estimate(module: Module, flights: tuple[Flight, ...], target: Target) -> Timeline:

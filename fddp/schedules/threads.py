@@ -16,10 +16,10 @@ import numpy as np
 from fddp.comm import EVERYWHERE, Member, trace
 from fddp.jax_internals import with_configuration, without_jit
 from fddp.jaxpr import arrivals
-from fddp.relay import Relay, relay
-from fddp.schedule import Pieces, Runner
-from fddp.sending import Memory, Sent, bytes_of, lanes_of, remembered, sending
-from fddp.timeline import Span, Timeline
+from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.send import Memory, Sent, bytes_of, lanes_of, remembered, sending
+from fddp.schedules.stage_programs import Relay, relay
+from fddp.schedules.timeline import Span, Timeline
 
 
 def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:

@@ -11,7 +11,7 @@ from jaxtyping import UInt32
 from fddp.comm import EVERYWHERE, MOST, Member, lifted, lowered, psum_bytes
 from fddp.hooks import PLAIN, Reduction, all_finite, summed
 from fddp.jax_internals import asked_for
-from fddp.timeline import Span
+from fddp.schedules.timeline import Span
 
 # What the reductions remember from step to step, one tree for each that is named.
 Memory = tuple[Any, ...]

@@ -1,0 +1,51 @@
+"""The fused schedule: one XLA program, whose scheduler overlaps where it can."""
+
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import jax
+
+from fddp.comm import EVERYWHERE, Member, lifted, lowered
+from fddp.hooks import all_summed
+from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.send import Memory
+
+
+def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
+    """One XLA program with an all-reduce per bucket in it; XLA's scheduler overlaps where it can (GPU, TPU).
+
+    Args:
+      member: the replicas' programs and sums.
+      pieces: the step.
+      donate: whether the program may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
+
+    def step(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+        wires, kept = pieces.local(state, pending, rows)
+        mine = (*lowered(memory), *repeat((), len(wires.arrays) - len(memory)))
+        totals, new, sent = all_summed(member.communicator, pieces.reductions, wires.arrays, mine)
+        result = pieces.finish(state, replace(wires, arrays=totals), kept, sent)
+        return result, lifted(new[: len(memory)])
+
+    own = member.own
+    program = member.program(step, (EVERYWHERE, own, own, own), (EVERYWHERE, own), donate=(0, 2) if donate else ())
+
+    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+        given = (state, pending, memory, member.feed(rows))
+        try:
+            result = program(*given)
+        except BaseException:
+            program.lower(*given)  # what cannot be traced has sent nothing, and fails here once more
+            member.recovery.sends()
+            raise
+        member.recovery.sends()
+        return jax.block_until_ready(result) if member.crowded else result
+
+    def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
+        return program.lower(state, pending, memory, member.feed(rows))
+
+    return Runner(run, lower, None)
