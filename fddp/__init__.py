@@ -7,7 +7,6 @@
 1.0
 """
 
-from fddp import compiler as compiler
 from fddp import hooks as hooks
 from fddp.audit import Audit as Audit
 from fddp.audit import audit as audit
@@ -22,6 +21,8 @@ from fddp.comm import Group as Group
 from fddp.comm import mesh_group as mesh_group
 from fddp.comm import mpi_group as mpi_group
 from fddp.comm import round_robin as round_robin
+from fddp.data import join as join
+from fddp.data import samples as samples
 from fddp.gradients import value_and_grad as value_and_grad
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
@@ -42,15 +43,14 @@ from fddp.measurement import Measurement as Measurement
 from fddp.optim import DynamicScaleState as DynamicScaleState
 from fddp.optim import dynamic_scale as dynamic_scale
 from fddp.options import Options as Options
-from fddp.sampler import samples as samples
+from fddp.runtime import gpu_compiler as gpu_compiler
+from fddp.runtime import init as init
 from fddp.state import StepInfo as StepInfo
 from fddp.state import TrainState as TrainState
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
 from fddp.tuning import Tuning as Tuning
 from fddp.tuning import tune as tune
-from fddp.uneven import join as join
-from fddp.world import init as init
 
 # Here, for JAX may be used before fddp.init is called.
-compiler.expect_no_gpu()
+gpu_compiler.expect_no_gpu()

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp import vendors
-from fddp.compiler import trouble
-from fddp.launch import missing_srun, read_launch
+from fddp.runtime import missing_compiler, missing_srun, read_launch, vendors
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -53,7 +51,8 @@ def _findings() -> Iterator[Finding]:
     yield Finding("backend mpi", *found)
     yield Finding("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
-    yield Finding("fddp.audit(target=…)", "not ready" if trouble() else "ready: a100, h100 and h200", trouble() or "")
+    missing = missing_compiler()
+    yield Finding("fddp.audit(target=…)", "not ready" if missing else "ready: a100, h100 and h200", missing or "")
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     scarce = threads < 2 and "NPROC" not in os.environ
     advice = "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass" if scarce else ""

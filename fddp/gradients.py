@@ -11,8 +11,8 @@ from fddp.comm import EVERYWHERE, Group
 from fddp.losses import check_callable, make_objective
 from fddp.options import explained, read_options
 from fddp.reducer import Reducer
+from fddp.runtime import group_of
 from fddp.state import Mean, TrainState
-from fddp.world import group_of
 
 
 @explained

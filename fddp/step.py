@@ -24,10 +24,10 @@ from fddp.measurement import Measurement, measure
 from fddp.optim import check_needs, optimizer_laid_out, update
 from fddp.options import check_optimizer, explained, read_options
 from fddp.reducer import Reducer
+from fddp.runtime import group_of
 from fddp.schedules import Timeline
 from fddp.start import equal_start
 from fddp.state import Mean, StepInfo, TrainState
-from fddp.world import group_of
 
 LATELY = 100  # steps whose times are kept for `stats`
 

@@ -21,10 +21,10 @@ from fddp.comm import Group
 from fddp.link import Link, fit_link
 from fddp.measurement import MeasuredStep, Measurement
 from fddp.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
+from fddp.runtime import group_of
 from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.schedules import Pace, observed_pace, simulate
 from fddp.step import TrainStep, train_step
-from fddp.world import group_of
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fddp.launch import Launch, missing_srun, read_launch
+from fddp.runtime.launchers import Launch, missing_srun, read_launch
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from processes import free_port
 
-from fddp import rendezvous
-from fddp.rendezvous import meet
+from fddp.runtime import rendezvous
+from fddp.runtime.rendezvous import meet
 
 
 def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: float) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import Int
 
 import fddp
-from fddp.sampler import epoch_samples
+from fddp.data.sampler import epoch_samples
 
 counts = st.integers(1, 60)
 locals_ = st.integers(1, 5)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fddp import vendors
+from fddp.runtime import vendors
 
 # What `--version`, or mpicc's `-v` and `--showme:version`, print first.
 SAY = {

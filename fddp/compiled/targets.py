@@ -14,9 +14,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
-from fddp import compiler
 from fddp.comm import AXIS, Group, Member, mesh_member, replica_mesh
 from fddp.compiled.chips import CHIPS, Chip
+from fddp.runtime import missing_compiler
 
 # Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
 LATENCY_S, NETWORK_LATENCY_S = 20e-6, 60e-6
@@ -78,9 +78,9 @@ class Target:
         return Group(0, 1, self.size, "nccl", member, lambda ranks: self.group(), (0,), lambda count: (member,))
 
     def _devices(self) -> list[Any]:
-        trouble = compiler.trouble()
-        if trouble:
-            raise RuntimeError(trouble)
+        missing = missing_compiler()
+        if missing:
+            raise RuntimeError(missing)
         try:
             return topologies.get_topology_desc(
                 platform="cuda",

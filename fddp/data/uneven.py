@@ -14,7 +14,7 @@ import numpy as np
 
 from fddp.comm import Group
 from fddp.losses import Joined
-from fddp.world import group_of
+from fddp.runtime import group_of
 
 EXHAUSTED: Any = object()
 

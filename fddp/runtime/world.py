@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from fddp.abort import Ending, end_together
 from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
-from fddp.launch import Launch, missing_srun, read_launch
-from fddp.rendezvous import meet
+from fddp.runtime.abort import Ending, end_together
+from fddp.runtime.launchers import Launch, missing_srun, read_launch
+from fddp.runtime.rendezvous import meet
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 

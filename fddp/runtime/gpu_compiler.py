@@ -14,7 +14,7 @@ import jax
 VERSIONS = (13, 12)
 
 
-def trouble() -> str | None:
+def missing_compiler() -> str | None:
     """What keeps this installation from compiling for GPUs, and what to do.
 
     Returns:

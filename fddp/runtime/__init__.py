@@ -1,0 +1,11 @@
+"""Processes: how they are started, meet, and end together.
+
+Launchers tell who a process is; processes meet and find their backend; an error on one ends all. This room imports
+comm.
+"""
+
+from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
+from fddp.runtime.launchers import missing_srun as missing_srun
+from fddp.runtime.launchers import read_launch as read_launch
+from fddp.runtime.world import group_of as group_of
+from fddp.runtime.world import init as init
