@@ -27,10 +27,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import ending, start
 from bench.record import interleave, ratio, save
-from fddp.audit import Audit
+from fddp.analysis.auditing.gpus import CHIPS
+from fddp.analysis.auditing.report import Audit
+from fddp.analysis.workload import read_model
 from fddp.buckets.packing import pack, unpack
-from fddp.compiled.chips import CHIPS
-from fddp.workload import read_model
 
 RANKS, STEPS, PATIENCE_S = 2, 10, 600
 

@@ -29,13 +29,13 @@ from bench.problems import Problem, problem
 from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
+from fddp.analysis.plots import figure
 from fddp.comm.member import Member
-from fddp.drawing import figure
-from fddp.reducer import SCHEDULES
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.send import Memory, Sent, remembered, sending
 from fddp.schedules.threads import Cut, cut_step, land
 from fddp.schedules.timeline import Span, Timeline
+from fddp.step.settle import SCHEDULES
 
 MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
 FIRST = "after, per leaf"

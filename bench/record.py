@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fddp.doctor import installed
+from fddp.analysis.doctor import installed
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("jax", "flax", "optax", "mpi4py", "mpi4jax", "mpich")

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import ending, start
 from bench.record import save
-from fddp.link import Link
-from fddp.scaling import REPLICAS, Algorithm, hop_of, project, ring, tree
+from fddp.analysis.tuning.link import Link
+from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, hop_of, project, ring, tree
 from fddp.schedules.timeline import Pace
 
 

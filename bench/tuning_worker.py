@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.problems import problem
 from bench.record import interleave
 from bench.turns import staged
-from fddp.tuning import CAPS_MB
+from fddp.analysis.tuning.search import CAPS_MB
 
 
 def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> None:

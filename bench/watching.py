@@ -9,7 +9,7 @@ import optax
 
 import fddp
 from bench.problems import Problem
-from fddp.measurement import Measurement, measure
+from fddp.analysis.measurement import Measurement, measure
 from fddp.schedules.timeline import Timeline
 
 OPTIMIZER = optax.sgd(1e-3)

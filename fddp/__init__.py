@@ -8,8 +8,13 @@
 """
 
 from fddp import hooks as hooks
-from fddp.audit import Audit as Audit
-from fddp.audit import audit as audit
+from fddp.analysis.auditing.report import Audit as Audit
+from fddp.analysis.auditing.report import audit as audit
+from fddp.analysis.measurement import Measurement as Measurement
+from fddp.analysis.statistics import Stats as Stats
+from fddp.analysis.tuning.link import Link as Link
+from fddp.analysis.tuning.search import Tuning as Tuning
+from fddp.analysis.tuning.search import tune as tune
 from fddp.buckets import Bucket as Bucket
 from fddp.buckets import BucketPlan as BucketPlan
 from fddp.buckets import Leaf as Leaf
@@ -23,13 +28,10 @@ from fddp.comm import mpi_group as mpi_group
 from fddp.comm import round_robin as round_robin
 from fddp.data import join as join
 from fddp.data import samples as samples
-from fddp.gradients import value_and_grad as value_and_grad
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
 from fddp.jaxpr import grad_order as grad_order
-from fddp.link import Link as Link
-from fddp.logbook import Stats as Stats
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
 from fddp.losses import Weighted as Weighted
@@ -39,18 +41,16 @@ from fddp.losses.flax import Linen as Linen
 from fddp.losses.flax import Nnx as Nnx
 from fddp.losses.flax import from_linen as from_linen
 from fddp.losses.flax import from_nnx as from_nnx
-from fddp.measurement import Measurement as Measurement
 from fddp.optim import DynamicScaleState as DynamicScaleState
 from fddp.optim import dynamic_scale as dynamic_scale
-from fddp.options import Options as Options
 from fddp.runtime import gpu_compiler as gpu_compiler
 from fddp.runtime import init as init
-from fddp.state import StepInfo as StepInfo
-from fddp.state import TrainState as TrainState
+from fddp.step import Options as Options
+from fddp.step import StepInfo as StepInfo
+from fddp.step import TrainState as TrainState
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
-from fddp.tuning import Tuning as Tuning
-from fddp.tuning import tune as tune
+from fddp.step import value_and_grad as value_and_grad
 
 # Here, for JAX may be used before fddp.init is called.
 gpu_compiler.expect_no_gpu()

@@ -12,10 +12,10 @@ import jax
 import optax
 
 import fddp
-from fddp.compiled.targets import read_target
-from fddp.doctor import examine
-from fddp.tuning import tune_model
-from fddp.workload import read_model, read_workload
+from fddp.analysis.auditing.targets import read_target
+from fddp.analysis.doctor import examine
+from fddp.analysis.tuning.search import tune_model
+from fddp.analysis.workload import read_model, read_workload
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
 

@@ -14,12 +14,12 @@ import optax
 import pytest
 
 import fddp
-from fddp.audit import read
+from fddp.analysis.auditing.report import read
+from fddp.analysis.auditing.targets import read_target
+from fddp.analysis.workload import Workload, read_workload
 from fddp.comm import mesh
-from fddp.compiled.targets import read_target
 from fddp.hlo.collectives import find_flights
 from fddp.hlo.module import parse
-from fddp.workload import Workload, read_workload
 from models import mlp
 
 TARGETS = ("h100:8", "a100:8")

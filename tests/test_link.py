@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.link import Link, fit_link
+from fddp.analysis.tuning.link import Link, fit_link
 
 SIZES = [4.0**k * 1024 for k in range(7)]
 

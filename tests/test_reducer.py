@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import fddp
-from fddp.options import SCHEDULES
+from fddp.step.options import SCHEDULES
 
 REPLICAS = [1, 2, 4, 8]
 RNG = np.random.default_rng(0)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.link import Link
-from fddp.scaling import hop_of, project, ring, tree
+from fddp.analysis.tuning.link import Link
+from fddp.analysis.tuning.scaling import hop_of, project, ring, tree
 
 HOP = Link(latency_s=0.001, bytes_per_s=1e9)
 MB = 10**6

@@ -8,12 +8,12 @@ import optax
 import pytest
 
 import fddp
+from fddp.analysis.measurement import MeasuredStep
+from fddp.analysis.tuning.link import Link
+from fddp.analysis.tuning.regrouping import Typical, joined, total_seconds, typical, wire_bytes
+from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
 from fddp.buckets.plan import make_plan
-from fddp.link import Link
-from fddp.measurement import MeasuredStep
-from fddp.regrouping import Typical, joined, total_seconds, typical, wire_bytes
 from fddp.schedules.timeline import Pace, Span, Timeline
-from fddp.tuning import Candidate, Tuning, tune_model
 from models import mlp
 
 ORDER = [2, 0, 1]  # leaf 2 is ready first

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.checks import refuse_tracers
 from fddp.comm import EVERYWHERE, Group
 from fddp.losses import check_callable, make_objective
-from fddp.options import explained, read_options
-from fddp.reducer import Reducer
 from fddp.runtime import group_of
-from fddp.state import Mean, TrainState
+from fddp.step.checks import refuse_tracers
+from fddp.step.options import explained, read_options
+from fddp.step.settle import Reducer
+from fddp.step.state import Mean, TrainState
 
 
 @explained

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from fddp.drawing import draw, figure
-from fddp.profile import profiled
+from fddp.analysis.plots import draw, figure
+from fddp.analysis.profile import profiled
 from fddp.schedules import Span, Timeline
 
 ROWS = {"step": 0, "compute": 1, "update": 1, "communication": 2}  # by kind of span

@@ -14,8 +14,7 @@ import jax
 import optax
 
 from fddp.comm import Group
-from fddp.state import TrainState
-from fddp.step import TrainStep, train_step
+from fddp.step import TrainState, TrainStep, train_step
 
 NEEDED = ("PRESETS", "init", "batch", "loss_fn")
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fddp.analysis.auditing.estimate import estimate
+from fddp.analysis.auditing.targets import Target, read_target
+from fddp.analysis.plots import draw, figure, label
 from fddp.buckets import BucketPlan, MiB
-from fddp.compiled.estimate import estimate
-from fddp.compiled.targets import Target, read_target
-from fddp.drawing import draw, figure, label
 from fddp.hlo import Flight, Module, find_flights, parse, work
 from fddp.schedules import Timeline
 from fddp.step import TrainStep

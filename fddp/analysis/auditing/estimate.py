@@ -8,7 +8,7 @@ sides, and the estimate is for comparing schedules, not for promising millisecon
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
 
-from fddp.compiled.targets import Target
+from fddp.analysis.auditing.targets import Target
 from fddp.hlo import Computation, Flight, Instruction, Module, sends, traffic, work
 from fddp.schedules import Span, Timeline
 

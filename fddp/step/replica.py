@@ -19,9 +19,9 @@ from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
 from fddp.optim import scaled
-from fddp.options import Options
 from fddp.schedules import Memory
-from fddp.state import Mean, TrainState
+from fddp.step.options import Options
+from fddp.step.state import Mean, TrainState
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from fddp.buckets import BucketPlan
-from fddp.checks import check_params, refuse_lists, refuse_tracers, verify_collectives
 from fddp.comm import EVERYWHERE, Group, described, other_axes, shortened, specs, trace, verify
 from fddp.jax_internals import without_jit
 from fddp.jaxpr import collectives, ready_order, refuse_deleted
 from fddp.losses import Objective, Sums
-from fddp.options import Options
-from fddp.recipe import Recipe
 from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
-from fddp.state import Mean, TrainState
+from fddp.step.checks import check_params, refuse_lists, refuse_tracers, verify_collectives
+from fddp.step.options import Options
+from fddp.step.replica import Recipe
+from fddp.step.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, log2
 
-from fddp.link import Link
+from fddp.analysis.tuning.link import Link
 from fddp.schedules import Pace, simulate
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)

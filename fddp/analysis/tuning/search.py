@@ -16,13 +16,13 @@ import jax
 import numpy as np
 import optax
 
+from fddp.analysis.measurement import MeasuredStep, Measurement
+from fddp.analysis.tuning.link import Link, fit_link
+from fddp.analysis.tuning.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
+from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.buckets import BucketPlan, MiB, make_plan
 from fddp.comm import Group
-from fddp.link import Link, fit_link
-from fddp.measurement import MeasuredStep, Measurement
-from fddp.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
 from fddp.runtime import group_of
-from fddp.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.schedules import Pace, observed_pace, simulate
 from fddp.step import TrainStep, train_step
 

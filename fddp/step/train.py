@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fddp.analysis.measurement import Measurement, measure
+from fddp.analysis.statistics import Stats, stats
 from fddp.buckets import BucketPlan
-from fddp.checks import check_arrays, check_trained
 from fddp.comm import EVERYWHERE, Group, described, laid_out, other_axes, specs, verify
 from fddp.jaxpr import refuse_deleted
-from fddp.logbook import Stats, stats
 from fddp.losses import check_callable, make_objective
-from fddp.measurement import Measurement, measure
 from fddp.optim import check_needs, optimizer_laid_out, update
-from fddp.options import check_optimizer, explained, read_options
-from fddp.reducer import Reducer
 from fddp.runtime import group_of
 from fddp.schedules import Timeline
-from fddp.start import equal_start
-from fddp.state import Mean, StepInfo, TrainState
+from fddp.step.checks import check_arrays, check_trained
+from fddp.step.options import check_optimizer, explained, read_options
+from fddp.step.settle import Reducer
+from fddp.step.start import equal_start
+from fddp.step.state import Mean, StepInfo, TrainState
 
 LATELY = 100  # steps whose times are kept for `stats`
 

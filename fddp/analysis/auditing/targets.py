@@ -14,8 +14,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
+from fddp.analysis.auditing.gpus import CHIPS, Chip
 from fddp.comm import AXIS, Group, Member, mesh_member, replica_mesh
-from fddp.compiled.chips import CHIPS, Chip
 from fddp.runtime import missing_compiler
 
 # Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.

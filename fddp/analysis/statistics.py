@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fddp.buckets import BucketPlan, MiB
 from fddp.comm import Group
-from fddp.options import Options
 from fddp.schedules import Timeline
+from fddp.step import Options
 
 
 @dataclass(frozen=True)
