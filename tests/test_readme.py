@@ -1,8 +1,9 @@
-"""The README's code runs, prints what it says there, and differs from a local script where it says."""
+"""The code of README and docs/ runs, prints what it says there, and names only what exists."""
 
 import difflib
 import re
 import runpy
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,17 @@ import fddp
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 FIRST, ALONE, REPLICAS, *MORE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
+# A script, and what it prints where the page says so.
+SCRIPTS = [
+    pytest.param(script, printed, id=f"{name}-{number}")
+    for name, page in PAGES.items()
+    for number, (script, printed) in enumerate(
+        re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", page, re.DOTALL)
+    )
+]
 
 
 def run(script: str, size: int, folder: Path) -> list[str]:
@@ -23,6 +33,14 @@ def run(script: str, size: int, folder: Path) -> list[str]:
     outcome = launch("mpi", size, str(path), folder=folder, timeout_s=120)
     assert outcome.succeeded, outcome.outputs
     return [output.strip() for output in outcome.outputs]
+
+
+def run_here(script: str, folder: Path) -> None:
+    (folder / "script.py").write_text(script)
+    runpy.run_path(str(folder / "script.py"))
+
+
+### README
 
 
 def test_the_first_script_prints_what_the_readme_says(tmp_path):
@@ -66,6 +84,40 @@ def test_ci_calls_the_readmes_test_command():
     assert command.replace("pip install", "pip install -q") in (ROOT / ".ci" / "run").read_text()
 
 
-def test_every_name_of_fddp_in_the_readme_exists():
-    for name in set(re.findall(r"\bfddp\.([A-Za-z_]+)\b(?!\.py)", README)):
-        assert hasattr(fddp, name), name
+def test_every_file_in_the_readmes_table_exists():
+    for name in re.findall(r"`((?:compiled/)?\w+\.py)`", README):
+        assert (ROOT / "fddp" / name).exists(), name
+
+
+### docs/
+
+
+@pytest.mark.parametrize("script, printed", SCRIPTS)
+def test_the_scripts_of_the_pages_run_and_print_what_they_say(script, printed, tmp_path, capsys):
+    run_here(script, tmp_path)
+    assert not printed or capsys.readouterr().out == printed
+
+
+def test_the_pages_tell_every_variable_that_fddp_reads():
+    sources = "".join(path.read_text() for path in (ROOT / "fddp").rglob("*.py"))
+    read = set(re.findall(r'"(FDDP_[A-Z_]+)"', sources))
+    assert read and [name for name in read if f"`{name}`" not in PAGES["launching.md"]] == []
+
+
+### Names
+
+
+@pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README.md", *PAGES])
+def test_every_name_of_fddp_exists(page):
+    for name in set(re.findall(r"\bfddp\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\b(?!\.py)", page)):
+        attrgetter(name)(fddp)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_every_file_and_test_exists(page):
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    # `bench/overlap.py`, and the same inside a command; a test is named without its folder.
+    files = {file for span in re.findall(r"`([^`\n]+)`", text) for file in re.findall(r"[\w./-]+/[\w-]+\.\w+", span)}
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    tests = set(re.findall(r"`(test_\w+)`", text))
+    assert [test for test in tests if not list((ROOT / "tests").rglob(f"{test}.py"))] == []
