@@ -1,6 +1,5 @@
 """The code of README and docs/ runs, prints what it says there, and names only what exists."""
 
-import difflib
 import re
 import runpy
 from operator import attrgetter
@@ -15,8 +14,9 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 TELLING = [name for name in PAGES if name != "architecture.md"]  # whose files are those of fddp/
-FIRST, ALONE, REPLICAS, *MORE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
+(THREE_LINES,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
 # A script, and what it prints where the page says so.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")
@@ -41,7 +41,16 @@ def run_here(script: str, folder: Path) -> None:
     runpy.run_path(str(folder / "script.py"))
 
 
+def side(sign: str) -> str:
+    """One of the two scripts of a diff: '-' the one before, '+' the one after."""
+    return "\n".join(line[2:] for line in THREE_LINES.splitlines() if line[:1] in ("", " ", sign))
+
+
 ### README
+
+
+def test_the_readme_has_at_most_160_lines():
+    assert len(README.splitlines()) <= 160
 
 
 def test_the_first_script_prints_what_the_readme_says(tmp_path):
@@ -53,15 +62,13 @@ def test_the_first_script_has_at_most_twenty_lines():
 
 
 def test_a_local_script_and_its_distributed_form_find_the_same_loss(tmp_path, capsys):
-    (tmp_path / "alone.py").write_text(ALONE)
-    runpy.run_path(str(tmp_path / "alone.py"))
+    run_here(side("-"), tmp_path)
     alone = capsys.readouterr().out.strip()
-    assert run(REPLICAS, 2, tmp_path) == [alone, alone]
+    assert run(side("+"), 2, tmp_path) == [alone, alone]
 
 
 def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():
-    local, spread = ([line for line in text.splitlines() if line.strip()] for text in (ALONE, REPLICAS))
-    new = [line[2:] for line in difflib.ndiff(local, spread) if line.startswith("+ ")]
+    new = [line[2:] for line in THREE_LINES.splitlines() if line.startswith("+ ")]
     assert [line.split("#")[0].strip() for line in new] == [
         "import fddp, jax, jax.numpy as jnp, optax",
         "group = fddp.init()",
@@ -73,21 +80,14 @@ def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():
     ]
 
 
-@pytest.mark.parametrize("script", MORE, ids=lambda script: script.split("fddp.")[-1].split("(")[0])
-def test_the_other_scripts_run(script, tmp_path):
-    (tmp_path / "script.py").write_text(script)
-    runpy.run_path(str(tmp_path / "script.py"))
-
-
 def test_ci_calls_the_readmes_test_command():
     (command,) = re.findall(r"^(pip install uv && uv run --all-extras pytest)", README, re.MULTILINE)
     # Quiet, but the same.
     assert command.replace("pip install", "pip install -q") in (ROOT / ".ci" / "run").read_text()
 
 
-def test_every_file_in_the_readmes_table_exists():
-    for name in re.findall(r"`((?:compiled/)?\w+\.py)`", README):
-        assert (ROOT / "fddp" / name).exists(), name
+def test_the_readme_names_every_page():
+    assert [name for name in PAGES if f"`docs/{name}`" not in README] == []
 
 
 ### docs/
@@ -114,7 +114,7 @@ def test_every_name_of_fddp_exists(page):
         attrgetter(name)(fddp)
 
 
-@pytest.mark.parametrize("page", [PAGES[name] for name in TELLING], ids=TELLING)
+@pytest.mark.parametrize("page", [README, *(PAGES[name] for name in TELLING)], ids=["README.md", *TELLING])
 def test_every_file_and_test_exists(page):
     text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     # `bench/overlap.py`, and the same inside a command; a test is named without its folder.
