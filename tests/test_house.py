@@ -147,7 +147,7 @@ def test_the_package_is_typed_and_a_source_archive_is_sources():
     """Of folders Hatchling takes all but caches; README, LICENSE and pyproject.toml it takes by itself."""
     wheel, source = (PYPROJECT["tool"]["hatch"]["build"]["targets"][name] for name in ("wheel", "sdist"))
     assert (ROOT / "fddp" / "py.typed").is_file() and wheel["packages"] == ["fddp"]
-    assert set(source["only-include"]) == {"fddp", "models", "tests", "bench"}
+    assert set(source["only-include"]) == {"fddp", "models", "tests", "bench", "docs", "CHANGELOG.md"}
     assert source["exclude"] == ["bench/results"]
 
 
