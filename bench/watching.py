@@ -9,7 +9,8 @@ import optax
 
 import fddp
 from bench.problems import Problem
-from fddp.analysis.measurement import Measurement, measure
+from fddp.analysis.measurement import Measurement
+from fddp.analysis.measurement import watch as timed
 from fddp.schedules.timeline import Timeline
 
 OPTIMIZER = optax.sgd(1e-3)
@@ -67,7 +68,7 @@ def watch(ways: Mapping[str, Way], group: fddp.Group, *, rounds: int) -> tuple[d
     for turn in range(-2, rounds):
         for name, (run, batch, timeline, _) in ways.items():
             group.barrier()
-            watched = measure(run, [batch], timeline).steps
+            watched = timed(run, [batch], timeline).steps
             steps[name] += watched if turn >= 0 else ()
     seconds = {name: group.all_reduce(np.array([s.seconds for s in some]), op="max") for name, some in steps.items()}
     return {name: Measurement(tuple(some)) for name, some in steps.items()}, seconds

@@ -7,14 +7,10 @@
 1.0
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fddp import hooks as hooks
-from fddp.analysis.auditing.report import Audit as Audit
-from fddp.analysis.auditing.report import audit as audit
-from fddp.analysis.measurement import Measurement as Measurement
-from fddp.analysis.statistics import Stats as Stats
-from fddp.analysis.tuning.link import Link as Link
-from fddp.analysis.tuning.search import Tuning as Tuning
-from fddp.analysis.tuning.search import tune as tune
 from fddp.buckets import Bucket as Bucket
 from fddp.buckets import BucketPlan as BucketPlan
 from fddp.buckets import Leaf as Leaf
@@ -36,11 +32,6 @@ from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
 from fddp.losses import Weighted as Weighted
 from fddp.losses import mixed_precision as mixed_precision
-from fddp.losses.batch_norm import BatchNorm as BatchNorm
-from fddp.losses.flax import Linen as Linen
-from fddp.losses.flax import Nnx as Nnx
-from fddp.losses.flax import from_linen as from_linen
-from fddp.losses.flax import from_nnx as from_nnx
 from fddp.optim import DynamicScaleState as DynamicScaleState
 from fddp.optim import dynamic_scale as dynamic_scale
 from fddp.runtime import gpu_compiler as gpu_compiler
@@ -51,6 +42,44 @@ from fddp.step import TrainState as TrainState
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
 from fddp.step import value_and_grad as value_and_grad
+
+if TYPE_CHECKING:
+    from fddp.analysis.auditing.report import Audit as Audit
+    from fddp.analysis.auditing.report import audit as audit
+    from fddp.analysis.measurement import Measurement as Measurement
+    from fddp.analysis.measurement import measure as measure
+    from fddp.analysis.statistics import Stats as Stats
+    from fddp.analysis.statistics import stats as stats
+    from fddp.analysis.tuning.link import Link as Link
+    from fddp.analysis.tuning.search import Tuning as Tuning
+    from fddp.analysis.tuning.search import tune as tune
+    from fddp.losses.batch_norm import BatchNorm as BatchNorm
+    from fddp.losses.flax import Linen as Linen
+    from fddp.losses.flax import Nnx as Nnx
+    from fddp.losses.flax import from_linen as from_linen
+    from fddp.losses.flax import from_nnx as from_nnx
+
+# Loaded when they are used: observers, and what needs Flax.
+_LATER = {
+    **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
+    **dict.fromkeys(("Measurement", "measure"), "fddp.analysis.measurement"),
+    **dict.fromkeys(("Stats", "stats"), "fddp.analysis.statistics"),
+    "Link": "fddp.analysis.tuning.link",
+    **dict.fromkeys(("Tuning", "tune"), "fddp.analysis.tuning.search"),
+    "BatchNorm": "fddp.losses.batch_norm",
+    **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.losses.flax"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'fddp' has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LATER])
+
 
 # Here, for JAX may be used before fddp.init is called.
 gpu_compiler.expect_no_gpu()

@@ -7,14 +7,22 @@ its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everythi
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax._src import config, mesh
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxprs_in_params
+from jax._src import config, distributed, mesh
+
+# As in jax.extend.core, whose package loads all of Pallas with it.
+from jax._src.core import ClosedJaxpr as ClosedJaxpr
+from jax._src.core import Jaxpr as Jaxpr
+from jax._src.core import JaxprEqn as JaxprEqn
+from jax._src.core import Literal as Literal
+from jax._src.core import Var as Var
+from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
+from jax._src.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Item = TypeVar("Item")
@@ -103,19 +111,12 @@ def over_axes(
         @wraps(f)
         def inside(*given: Any) -> Any:
             local = dict(zip(full, given))
-            for k, x in enumerate(leaves):
-                if k not in local:
-                    local[k] = jnp.zeros(NamedSharding(sizes, specs[k]).shard_shape(x.shape), x.dtype)
+            for k in set(range(len(leaves))) - set(full):
+                local[k] = jnp.zeros(NamedSharding(sizes, specs[k]).shard_shape(leaves[k].shape), leaves[k].dtype)
             return f(*treedef.unflatten(local[k] for k in range(len(leaves))))
 
-        return jax.shard_map(
-            inside,
-            mesh=mesh,
-            in_specs=tuple(specs[k] for k in full),
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check_vma=False,
-        )(*(leaves[k] for k in full))
+        over = partial(jax.shard_map, mesh=mesh, out_specs=out_specs, axis_names=axis_names, check_vma=False)
+        return over(inside, in_specs=tuple(specs[k] for k in full))(*(leaves[k] for k in full))
 
     return spread
 
@@ -251,9 +252,7 @@ def _set(setting: Any, value: Any) -> Any:
 
 def coordination_client() -> Any:
     """This process's client of the service that `jax.distributed` started. Relies on `jax._src.distributed`."""
-    from jax._src.distributed import global_state
-
-    return global_state.client
+    return distributed.global_state.client
 
 
 ### Profiles

@@ -4,7 +4,7 @@ Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,10 +12,14 @@ from time import perf_counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fddp.analysis.plots import draw, figure
 from fddp.analysis.profile import profiled
+from fddp.comm import verify
+from fddp.jaxpr import refuse_deleted
 from fddp.schedules import Span, Timeline
+from fddp.step import TrainStep
 
 ROWS = {"step": 0, "compute": 1, "update": 1, "communication": 2}  # by kind of span
 NAMES = ("step", "compute", "communication")
@@ -162,16 +166,46 @@ class Measurement:
         return 100.0 * part / whole if whole else 0.0
 
 
-def measure(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None) -> Measurement:
-    """Runs steps and watches them.
+def measure(step: TrainStep, state: Any, batches: Iterable[Any]) -> Measurement:
+    """Runs a step on each batch and tells where the time went; the first batch runs once before, to compile.
 
     Where the schedule runs several programs, it keeps the time itself. A step that is one program runs under XLA's
     profiler, which makes it a little slower.
 
     Args:
+      step: from `train_step`.
+      state: from `step.init` or the last step; it is copied, and nothing of the training is kept.
+      batches: as for steps; equally many on every rank.
+
+    Returns:
+      The measurement; `print` shows it as a table, `.trace(path)` writes it for Perfetto.
+
+    Raises:
+      ValueError: there are no batches, or not equally many on every rank.
+    """
+    batches = list(batches)
+    verify(step.group, "batches to measure", lambda: [f"{len(batches)} batches"])
+    if not batches:
+        raise ValueError("there is nothing to measure: batches is empty.")
+    refuse_deleted(state)
+    carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+
+    def run(batch: Any) -> Any:
+        nonlocal carried
+        carried, info = step(carried, batch)
+        return carried, info
+
+    jax.block_until_ready(run(batches[0]))
+    return watch(run, batches, None if step.is_one_program else step.timeline)
+
+
+def watch(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None) -> Measurement:
+    """Runs anything that is a step, and watches it.
+
+    Args:
       run: runs a step on a batch, and returns all that it makes.
       batches: one for each step.
-      timeline: tells when the last step computed and communicated; None: the profiler.
+      timeline: tells when the last step computed and communicated; None: XLA's profiler does.
 
     Returns:
       The measurement.

@@ -3,13 +3,12 @@
 Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fddp.buckets import BucketPlan, MiB
-from fddp.comm import Group
+from fddp.buckets import MiB
 from fddp.schedules import Timeline
-from fddp.step import Options
+from fddp.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,16 @@ class Stats:
     """What of the all-reduces lay under computation."""
 
 
-def stats(group: Group, options: Options, plan: BucketPlan, iteration: int, lines: Sequence[Timeline]) -> Stats:
-    """Sums up what a step is and how its last runs went; see `Stats`."""
+def stats(step: TrainStep) -> Stats:
+    """Sums up what a step is and how its last runs went.
+
+    Args:
+      step: from `train_step`, with a state.
+
+    Returns:
+      The numbers.
+    """
+    group, options, plan, lines = step.group, step.options, step.plan, step.lately
 
     def average(seconds: Callable[[Timeline], float]) -> float | None:
         return sum(map(seconds, lines)) / len(lines) if lines else None
@@ -54,7 +61,7 @@ def stats(group: Group, options: Options, plan: BucketPlan, iteration: int, line
         world_size=group.size,
         rank=group.rank,
         backend_name=group.backend,
-        iteration=iteration,
+        iteration=step.steps,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
         bucket_cap_bytes=options.bucket_cap_mb * MiB,

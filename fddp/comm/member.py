@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator
 from fddp.comm.recovery import Recovery
-from fddp.jax_internals import asked_for
+from fddp.jax_internals import ClosedJaxpr, asked_for
 
 # Where an argument or a result of a replica's function lives: equal on all replicas, or each replica's own rows.
 EVERYWHERE = PartitionSpec()

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-
 from fddp.jax_internals import (
     COLLECTIVES,
     OWN_DERIVATIVE,
     WRAPPERS,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
     called_program,
     inner_programs,
     make_program,

@@ -12,14 +12,18 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, Bool
 
 from fddp.jax_internals import (
     OWN_DERIVATIVE,
     REMATERIALISED,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
     branches,
     called_program,
+    jaxpr_as_fun,
     loop_parts,
     make_program,
     rematerialised,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Var
 
+from fddp.jax_internals import ClosedJaxpr, Literal, Var
 from fddp.jaxpr.equations import cheap, straighten
 from fddp.jaxpr.leaves import differentiable, merge, split
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
-
-from fddp.jax_internals import acts, make_program
+from fddp.jax_internals import ClosedJaxpr, Jaxpr, Literal, Var, acts, jaxpr_as_fun, make_program
 from fddp.jaxpr.equations import cheap, straighten
 
 

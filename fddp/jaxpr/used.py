@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from fddp.jax_internals import (
     CALLS,
     OWN_DERIVATIVE,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
     branches,
     called_program,
     is_for_platforms,

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from fddp.buckets import sub_byte
 from fddp.comm import Member
-from fddp.jax_internals import callbacks, inner_programs, make_program
+from fddp.jax_internals import ClosedJaxpr, Jaxpr, callbacks, inner_programs, make_program
 from fddp.jaxpr import Stage, cut
 
 

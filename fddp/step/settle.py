@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from fddp.buckets import BucketPlan
 from fddp.comm import EVERYWHERE, Group, described, other_axes, shortened, specs, trace, verify
-from fddp.jax_internals import without_jit
+from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order, refuse_deleted
 from fddp.losses import Objective, Sums
 from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged

@@ -14,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fddp.analysis.measurement import Measurement, measure
-from fddp.analysis.statistics import Stats, stats
+import fddp
 from fddp.buckets import BucketPlan
 from fddp.comm import EVERYWHERE, Group, described, laid_out, other_axes, specs, verify
-from fddp.jaxpr import refuse_deleted
 from fddp.losses import check_callable, make_objective
 from fddp.optim import check_needs, optimizer_laid_out, update
 from fddp.runtime import group_of
 from fddp.schedules import Timeline
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.options import check_optimizer, explained, read_options
+from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.settle import Reducer
 from fddp.step.start import equal_start
 from fddp.step.state import Mean, StepInfo, TrainState
@@ -39,7 +37,8 @@ class TrainStep:
         self, reducer: Reducer, optimizer: optax.GradientTransformation, make: "Callable[[Group], TrainStep]"
     ) -> None:
         self._reducer, self._optimizer, self._make = reducer, optimizer, make
-        self._steps, self._lately = 0, deque[Timeline](maxlen=LATELY)
+        self.steps, self.lately = 0, deque[Timeline](maxlen=LATELY)
+        """How many steps this object has run, and when the last of them computed and communicated."""
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -90,9 +89,9 @@ class TrainStep:
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
         (state, info), hook_state = self._reducer.reduce(state, batch)
-        self._steps += 1
-        if self._reducer.runner.timeline is not None and self._steps > 1:  # the first compiles
-            self._lately.append(self._reducer.runner.timeline())
+        self.steps += 1
+        if self._reducer.runner.timeline is not None and self.steps > 1:  # the first compiles
+            self.lately.append(self._reducer.runner.timeline())
         return state._replace(hook_state=hook_state), info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
@@ -138,37 +137,21 @@ class TrainStep:
             raise ValueError("a fused step is one program; a step with a timeline has schedule 'staged' or 'after'.")
         return timeline()
 
-    def measure(self, state: TrainState, batches: Iterable[Any]) -> Measurement:
-        """Runs a step on each batch and tells where the time went; the first batch runs once before, to compile.
+    def measure(self, state: TrainState, batches: Iterable[Any]) -> Any:
+        """`fddp.measure(step, state, batches)`: runs a step on each batch and tells where the time went.
 
         Args:
-          state: from `init` or the last step; it is copied, and nothing of the training is kept.
+          state: from `init` or the last step.
           batches: as for steps; equally many on every rank.
 
         Returns:
-          The measurement; `print` shows it as a table, `.trace(path)` writes it for Perfetto.
-
-        Raises:
-          ValueError: there are no batches, or not equally many on every rank.
+          The measurement.
         """
-        batches = list(batches)
-        verify(self._reducer.group, "batches to measure", lambda: [f"{len(batches)} batches"])
-        if not batches:
-            raise ValueError("there is nothing to measure: batches is empty.")
-        refuse_deleted(state)
-        carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+        return fddp.measure(self, state, batches)
 
-        def run(batch: Any) -> Any:
-            nonlocal carried
-            carried, info = self(carried, batch)
-            return carried, info
-
-        jax.block_until_ready(run(batches[0]))
-        return measure(run, batches, self._reducer.runner.timeline)
-
-    def stats(self) -> Stats:
-        """What this step is and how its last runs went, as DDP logs it."""
-        return stats(self._reducer.group, self._reducer.options, self.plan, self._steps, self._lately)
+    def stats(self) -> Any:
+        """`fddp.stats(step)`: what this step is and how its last runs went, as DDP logs it."""
+        return fddp.stats(self)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step, as `jax.jit(f).lower` does, for a look at what XLA makes of it.
@@ -197,9 +180,19 @@ class TrainStep:
         return self._make(group)
 
     @property
+    def is_one_program(self) -> bool:
+        """Whether XLA launches the buckets (schedule "fused"), once the first batch has settled it."""
+        return self._reducer.runner.timeline is None
+
+    @property
     def group(self) -> Group:
         """The replicas."""
         return self._reducer.group
+
+    @property
+    def options(self) -> Options:
+        """How gradients are bucketed, accumulated and sent."""
+        return self._reducer.options
 
     @property
     def plan(self) -> BucketPlan:
