@@ -1,4 +1,4 @@
-"""The house: floors, small modules, documented names, examples that run, and no trace of one machine."""
+"""The house: who imports whom, small modules, documented names, examples that run, and no trace of one machine."""
 
 import ast
 import doctest
@@ -7,6 +7,7 @@ import inspect
 import pydoc
 import re
 import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -43,6 +44,30 @@ def imports(path: Path) -> set[str]:
 
 
 ### Imports
+
+
+def test_rooms_import_as_the_contract_says():
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[done.stdout.find("Broken contracts") :]
+
+
+def test_every_room_is_in_the_contract_and_says_what_it_is():
+    layers = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    named = {name.strip() for layer in layers for name in layer.split("|")}
+    rooms = {path.parent.name for path in (ROOT / "fddp").glob("*/__init__.py")}
+    assert rooms == named - {"__main__", "jax_internals"}
+    for room in rooms:
+        first = inspect.getdoc(importlib.import_module(f"fddp.{room}")) or ""
+        assert "This room imports" in first or "imports this room" in first, room
+
+
+def test_fddp_loads_neither_flax_nor_an_observer_before_it_is_asked():
+    loaded = (
+        "import fddp, sys; print([name for name in ('flax', 'matplotlib', 'fddp.analysis') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_models_know_nothing_of_the_library_but_the_users_scripts():
