@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fddp.runtime.abort import read_grace
 from fddp.runtime.launchers import Launch, missing_srun, read_launch
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
@@ -178,3 +179,10 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
 def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says):
     with pytest.raises(ValueError, match=says):
         read_launch(env)
+
+
+def test_the_grace_of_a_rank_that_fails_is_five_seconds_or_as_the_environment_says():
+    assert [read_grace(env) for env in ({}, {"FDDP_GRACE_S": "0.5"}, {"FDDP_GRACE_S": "0"})] == [5, 0.5, 0]
+    for text in ("", "soon", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"FDDP_GRACE_S must be a number of seconds of 0 or more, got '{text}'"):
+            read_grace({"FDDP_GRACE_S": text})

@@ -7,10 +7,12 @@ the world is taken down. `sys.exit` with a status other than 0 counts as such an
 """
 
 import atexit
+import math
+import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,7 +39,11 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
       rank: this process.
       size: number of processes.
       ending: the transport's means.
+
+    Raises:
+      ValueError: the environment's grace is no number of seconds.
     """
+    grace_s = read_grace(os.environ)
 
     def end(message: str, details: str) -> None:
         name = f"fddp: rank {rank} of {size}"
@@ -46,7 +52,7 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
             _write(f"{name} ends because of {cause}\n")
             ending.abort()
         ending.tell(f"rank {rank}: {message}")
-        together = ending.all_failed(GRACE_S)
+        together = ending.all_failed(grace_s)
         _write(f"{name} failed as the others did: {message}\n" if together and rank else f"{name} failed:\n{details}")
         if not together:
             ending.abort()
@@ -56,6 +62,28 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
 
     sys.excepthook = on_exception
     _on_exit(lambda status: end(f"sys.exit({status!r})", f"sys.exit({status!r})\n"))
+
+
+def read_grace(env: Mapping[str, str]) -> float:
+    """How long a rank that fails waits for the others to fail as well.
+
+    Args:
+      env: environment variables, as `os.environ`.
+
+    Returns:
+      Seconds: `FDDP_GRACE_S`, or five.
+
+    Raises:
+      ValueError: it is no number of 0 or more.
+    """
+    text = env.get("FDDP_GRACE_S", str(GRACE_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"FDDP_GRACE_S must be a number of seconds of 0 or more, got {text!r}.")
+    return seconds
 
 
 def _on_exit(act: Callable[[Any], None]) -> None:
