@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices in one process, float32 by default, and the same random examples each time."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -8,12 +9,15 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from processes import UNOPTIMIZED
 
 import fddp
 
 # Before any test asks for a device: JAX's backends start once and then keep what they were told.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+os.environ |= UNOPTIMIZED  # also of what a test starts
+jax.config.update("jax_disable_most_optimizations", True)
 
 # XLA compiles for each new shape, so an example takes as long as it takes.
 hypothesis.settings.register_profile("fddp", deadline=None, derandomize=True, max_examples=40)
@@ -36,6 +40,14 @@ def x64() -> Iterator[None]:
     """Float64 inside this test only."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """XLA's usual optimizations: for claims about what it makes of a program."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
 
@@ -22,6 +23,13 @@ WORKERS = TESTS / "workers"
 # Of this process's environment only what finds programs and files: neither its devices nor its launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
 END_S = 5.0
+# A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves optimizations out;
+# before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the rest of a small program.
+OLD_KERNELS = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+UNOPTIMIZED = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {OLD_KERNELS}".strip(),
+}
 # XLA's Gloo says so to stdout whenever it connects, and nothing silences it. The threads of two devices say it at once,
 # word by word: a line is a greeting if it consists of such words only.
 GREETING = re.compile(
@@ -87,7 +95,8 @@ def launch(backend: str, size: int, script: str, *args: object, folder: Path, ti
 
 def _environment() -> dict[str, str]:
     kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    return kept | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "JAX_PLATFORMS": "cpu"}
+    path = f"{TESTS.parent}{os.pathsep}{TESTS}"
+    return kept | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
 
 
 def _start_mpi(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:

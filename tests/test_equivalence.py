@@ -77,9 +77,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
         starts = {(run.model, run.rule): start(run.model, run.rule) for run in runs(backend, size)}
         (folder / "starts.pickle").write_bytes(pickle.dumps(starts))
-        # Nearly all of the time goes to compiling, most of that to optimizations.
-        quick = "--xla_backend_optimization_level=0"
-        outcome = launch(backend, size, "train_all.py", folder, folder=folder, timeout_s=300, XLA_FLAGS=quick)
+        outcome = launch(backend, size, "train_all.py", folder, folder=folder, timeout_s=300)
         return outcome, [load(folder / f"result_{rank}.pickle") for rank in range(size)]
 
     return job
