@@ -38,13 +38,14 @@ GREETING = re.compile(
 # On a busy machine some ranks start later than others, who say so.
 WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
 
-# (backend, processes) of every kind of job that is tested.
-JOBS = [(backend, size) for backend in ("mpi", "gloo") for size in (2, 4)]
+# (backend, processes) of every kind of job that is tested. Three processes show what powers of two hide.
+QUICK_JOBS = [("mpi", 3), ("gloo", 2)]
+JOBS = [*QUICK_JOBS, ("mpi", 2), ("mpi", 4), ("gloo", 4)]
 
 
 def case(job: tuple[str, int], *more: object) -> ParameterSet:
-    """A job, and what is tested on it, as a parameter set of pytest."""
-    return pytest.param(*job, *more)
+    """A job, and what is tested on it, as a parameter set of pytest in its tier."""
+    return pytest.param(*job, *more, marks=[pytest.mark.ranks, *([] if job in QUICK_JOBS else [pytest.mark.slow])])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Replicas on parts of a batch arrive where one device arrives that sees all of it.
 
 Five steps of every model, by SGD with momentum in float32 and by AdamW in float64, on eight replicas in this process
-and on two and four processes under MPI and Gloo. The other side is plain JAX and optax (`workers/trainings.py`).
+and on two to four processes under MPI and Gloo. The other side is plain JAX and optax (`workers/trainings.py`).
 """
 
 import pickle

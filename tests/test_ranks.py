@@ -15,7 +15,10 @@ from workers.claims import HELD
 from workers.hold_claims import claimed
 
 on_every_job = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS])
-on_two_ranks = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS if job[1] == 2])
+on_two_ranks = pytest.mark.parametrize("backend", ["mpi", "gloo"])
+pytestmark = pytest.mark.ranks
+# Where all ranks fail nobody waits this long, however busy the machine is.
+PATIENT_S = "10"
 
 ### What holds while they run
 
@@ -29,7 +32,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
-        outcome = launch(backend, size, "hold_claims.py", folder, folder=folder, timeout_s=180)
+        outcome = launch(backend, size, "hold_claims.py", folder, folder=folder, timeout_s=300)
         return outcome, [read(folder / f"{rank}.json") for rank in range(size)]
 
     return job
@@ -123,7 +126,7 @@ def test_an_mpi4jax_that_does_not_load_is_told_in_full_once_and_names_the_doctor
     packages.mkdir()
     (packages / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!\\n - built with')")
     path = os.pathsep.join(map(str, (packages, TESTS.parent, TESTS)))
-    outcome = launch("mpi", 2, "joins.py", folder=tmp_path, timeout_s=60, PYTHONPATH=path)
+    outcome = launch("mpi", 2, "joins.py", folder=tmp_path, timeout_s=60, PYTHONPATH=path, FDDP_GRACE_S=PATIENT_S)
     assert outcome.ended and not outcome.succeeded
     first, second = outcome.outputs
     told = (
@@ -137,9 +140,11 @@ def test_an_mpi4jax_that_does_not_load_is_told_in_full_once_and_names_the_doctor
 ### How they end
 
 
-def ended(folder: Path, backend: str, size: int, how: str, script: str = "ends.py") -> tuple[str, ...]:
+def ended(
+    folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
+) -> tuple[str, ...]:
     """What each rank shows of a script that ends badly; no process may go on, and none may end as if all were well."""
-    outcome = launch(backend, size, script, how, folder=folder, timeout_s=30)
+    outcome = launch(backend, size, script, how, folder=folder, timeout_s=30, FDDP_GRACE_S=grace_s)
     assert outcome.ended
     assert 0 not in outcome.codes
     return outcome.outputs
@@ -147,21 +152,21 @@ def ended(folder: Path, backend: str, size: int, how: str, script: str = "ends.p
 
 @on_every_job
 def test_an_error_on_one_rank_ends_all_and_is_shown(backend: str, size: int, tmp_path: Path):
-    *others, last = ended(tmp_path, backend, size, "raise")
+    *others, last = ended(tmp_path, backend, "raise", size=size)
     assert f"fddp: rank {size - 1} of {size} failed:\nTraceback" in last
     assert f"RuntimeError: rank {size - 1} has had enough" in last
     assert "Traceback" not in "".join(others), "the others' errors only follow from it"
 
 
 @on_two_ranks
-def test_an_error_on_rank_0_ends_all_and_is_shown(backend: str, size: int, tmp_path: Path):
-    first, _ = ended(tmp_path, backend, size, "raise_on_rank_0")
+def test_an_error_on_rank_0_ends_all_and_is_shown(backend: str, tmp_path: Path):
+    first, _ = ended(tmp_path, backend, "raise_on_rank_0")
     assert "RuntimeError: rank 0 has had enough" in first
 
 
 @on_two_ranks
-def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, size: int, tmp_path: Path):
-    first, last = ended(tmp_path, backend, size, "differ")
+def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, tmp_path: Path):
+    first, last = ended(tmp_path, backend, "differ", grace_s=PATIENT_S)
     assert first.count("Traceback") == 1
     assert last.startswith("fddp: rank 1 of 2 failed as the others did: ValueError: ranks differ")
     for text in (first, last):
@@ -170,13 +175,13 @@ def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, 
 
 
 @on_two_ranks
-def test_sys_exit_on_one_rank_ends_all(backend: str, size: int, tmp_path: Path):
-    ended(tmp_path, backend, size, "exit")
+def test_sys_exit_on_one_rank_ends_all(backend: str, tmp_path: Path):
+    ended(tmp_path, backend, "exit")
 
 
 @on_two_ranks
-def test_a_killed_rank_ends_all(backend: str, size: int, tmp_path: Path):
-    ended(tmp_path, backend, size, "killed")
+def test_a_killed_rank_ends_all(backend: str, tmp_path: Path):
+    ended(tmp_path, backend, "killed")
 
 
 ### How they go on after an error
@@ -187,22 +192,18 @@ NOT_TOGETHER = "RuntimeError: an earlier error left this rank at message 8 of it
 
 @on_two_ranks
 @pytest.mark.parametrize("how", ["again", "new"])
-def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(
-    backend: str, size: int, how: str, tmp_path: Path
-):
-    _, last = ended(tmp_path, backend, size, how, "retries.py")
+def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(backend: str, how: str, tmp_path: Path):
+    _, last = ended(tmp_path, backend, how, "retries.py")
     assert NOT_TOGETHER in last
 
 
 @on_two_ranks
-def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, size: int, tmp_path: Path):
-    _, last = ended(tmp_path, backend, size, "swallow", "retries.py")
+def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, tmp_path: Path):
+    _, last = ended(tmp_path, backend, "swallow", "retries.py")
     assert "all went well" in last
 
 
 @on_two_ranks
-def test_a_rank_that_comes_too_late_from_an_error_of_all_hears_that_the_others_gave_up(
-    backend: str, size: int, tmp_path: Path
-):
-    for output in ended(tmp_path, backend, size, "late", "retries.py"):
+def test_a_rank_that_comes_too_late_from_an_error_of_all_hears_that_the_others_gave_up(backend: str, tmp_path: Path):
+    for output in ended(tmp_path, backend, "late", "retries.py", grace_s=PATIENT_S):
         assert NOT_TOGETHER in output or "failed as the others did" in output

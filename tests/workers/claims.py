@@ -25,7 +25,7 @@ class Claim:
 
 
 def claim(
-    *, backends: tuple[str, ...] = ("mpi", "gloo"), sizes: tuple[int, ...] = (2, 4)
+    *, backends: tuple[str, ...] = ("mpi", "gloo"), sizes: tuple[int, ...] = (2, 3, 4)
 ) -> Callable[[Callable[[fddp.Group], None]], Claim]:
     """Makes a claim of a function of a group."""
     return lambda check: Claim(check, backends, sizes)

@@ -110,12 +110,12 @@ def errors_on_all_ranks_are_caught(group: fddp.Group, lanes: int, *places: str) 
         trains(group, step, state)
 
 
-@claim(sizes=(2,))
+@claim()
 def after_an_error_that_all_ranks_catch_the_next_attempt_trains(group: fddp.Group):
     errors_on_all_ranks_are_caught(group, 1, *PLACES, *PLACES)
 
 
-@claim(sizes=(2,))
+@claim()
 def after_an_error_on_one_of_several_lanes_the_next_attempt_trains(group: fddp.Group):
     errors_on_all_ranks_are_caught(group, 2, *PLACES[:2] * 4)
 

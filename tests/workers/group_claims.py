@@ -111,14 +111,15 @@ def a_subgroup_of_one_is_alone(group: fddp.Group):
     assert alone.all_gather(group.rank).tolist() == [group.rank]
 
 
-@claim(sizes=(4,))
-def two_pairs_do_not_hear_each_other(group: fddp.Group):
-    first = group.rank // 2 * 2
-    pair = group.subgroup([first, first + 1])
-    assert (pair.rank, pair.size) == (group.rank % 2, 2)
-    assert pair.all_reduce(group.rank) == 2 * first + 1
-    assert pair.broadcast(np.int64(group.rank), root=1) == first + 1
-    pair.barrier()
+@claim(sizes=(3, 4))
+def two_subgroups_do_not_hear_each_other(group: fddp.Group):
+    """Two pairs, or a pair and one that is alone."""
+    ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
+    mine = group.subgroup(ranks)
+    assert (mine.rank, mine.size) == (group.rank % 2, len(ranks))
+    assert mine.all_reduce(group.rank) == sum(ranks)
+    assert mine.broadcast(np.int64(group.rank), root=len(ranks) - 1) == ranks[-1]
+    mine.barrier()
 
 
 @claim()

@@ -32,7 +32,8 @@ def pulled(group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any) -
 
 
 def on_the_wire(group: fddp.Group, nbytes: int) -> int:
-    return nbytes * 2 * (group.size - 1) // group.size
+    """Parts of bytes count as bytes."""
+    return -(-nbytes * 2 * (group.size - 1) // group.size)
 
 
 @claim()

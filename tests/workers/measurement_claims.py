@@ -17,19 +17,19 @@ def two_layers(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
 
 
-@claim(sizes=(2,))
+@claim()
 def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
     tuning = fddp.tune(two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1))
     told = str(tuning).ljust(2000).encode()
     gathered = group.all_gather(np.frombuffer(told, np.uint8))
     assert np.all(gathered == gathered[0])
-    assert tuning.replicas == 2
+    assert tuning.replicas == group.size
     assert tuning.link.seconds(2**20) > 0
     assert tuning.at_scale([4])[0].step_s > 0
 
 
-@claim(sizes=(2,))
+@claim()
 def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
     for schedule in ("staged", "fused"):
@@ -41,7 +41,7 @@ def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(grou
         step(state, batch)
 
 
-@claim(sizes=(2,))
+@claim()
 def unequally_many_batches_to_measure_are_an_error_on_every_rank(group: fddp.Group):
     step = fddp.train_step(two_layers, optax.sgd(0.1), group=group)
     state = step.init(PARAMS)

@@ -42,20 +42,21 @@ RUNS = [
 ]
 
 
-def runs(backend: str, size: int) -> list[Run]:
-    """A job's share of the runs: every model by every rule.
+# A run is a second of compiling on every rank, so the jobs divide the schedules: each has one for each rule.
+SCHEDULES = {
+    ("mpi", 3): {"sgd": "staged", "adamw": "fused"},
+    ("gloo", 2): {"sgd": "after", "adamw": "staged"},
+    ("mpi", 2): {"sgd": "after", "adamw": "staged"},
+    ("mpi", 4): {"sgd": "fused", "adamw": "after"},
+    ("gloo", 4): {"sgd": "staged", "adamw": "fused"},
+}
 
-    A run is a second of compiling on every rank, so the jobs divide the schedules: on each backend two processes are
-    staged, as "auto" would have it, and four are fused by one rule and all-reduce afterwards by the other; the other
-    backend has it the other way round.
-    """
-    fused = "sgd" if backend == "mpi" else "adamw"
+
+def runs(backend: str, size: int) -> list[Run]:
+    """A job's share of the runs: every model by every rule."""
 
     def mine(run: Run) -> bool:
-        if run.needs_mesh:
-            return backend != "mpi"
-        schedule = "staged" if size == 2 else "fused" if run.rule == fused else "after"
-        return run.schedule == schedule
+        return backend != "mpi" if run.needs_mesh else run.schedule == SCHEDULES[backend, size][run.rule]
 
     return [run for run in RUNS if mine(run)]
 

@@ -13,7 +13,7 @@ import optax
 from models import bert, gpt, mlp, resnet
 
 STEPS = 5
-ROWS = 16  # of a joined batch: two for each of eight replicas
+ROWS = 48  # of a joined batch: equally many for two, three, four and eight replicas, each in two micro-batches
 # XLA would spend seconds on programs that run once or five times.
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
