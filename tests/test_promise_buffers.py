@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
 REPLICAS = 4
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 
 
 def noting(w: Any, x: Any, *, model_state: Any) -> Any:

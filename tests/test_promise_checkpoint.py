@@ -14,13 +14,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
 RNG = np.random.default_rng(4)
 PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "count": np.int32(2**24 + 1), "none": None}
 ROWS = RNG.normal(size=(7, 16, 3))
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 
 
 def save(folder: Path, state: Any) -> None:
@@ -161,7 +161,7 @@ def test_keys_come_back_as_they_were(group, tmp_path, key):
 ### Another number of replicas
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@SCHEDULES
 def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, schedule):
     optimizer = optax.adamw(1e-2)
     trained = {name: PARAMS[name] for name in ("w", "b")}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
@@ -28,7 +29,6 @@ RULES = {
     "by block": optax.clip_by_block_rms(CAP),
     "by parameter": optax.adaptive_grad_clip(CAP),
 }
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 
 
 def net(params: Any, x: Any) -> jax.Array:

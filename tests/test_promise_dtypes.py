@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 from fddp import hooks
@@ -19,7 +20,6 @@ from fddp import hooks
 REPLICAS = 4
 RNG = np.random.default_rng(6)
 X = RNG.normal(size=(16, 3))
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 HALVES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 
 

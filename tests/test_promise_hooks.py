@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from schedules import SCHEDULES
 
 import fddp
 from fddp import hooks
@@ -19,7 +20,6 @@ from fddp.comm.communicator import told
 
 REPLICAS = 4
 RNG = np.random.default_rng(3)
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 LOSSY = {
     "bf16": hooks.bf16(),
     "fp16": hooks.fp16(),

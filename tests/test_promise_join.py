@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
 REPLICAS, ROWS = 4, 6
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 RNG = np.random.default_rng(9)
 W = RNG.normal(size=(3,))
 BATCH = RNG.normal(size=(REPLICAS * ROWS, 3))

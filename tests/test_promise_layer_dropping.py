@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 from fddp import hooks
 
 REPLICAS, LAYERS, WIDTH = 4, 5, 6
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(16, WIDTH)).astype(np.float32)
 PARAMS = {f"layer{k}": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 3 for k in range(LAYERS)}

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
 RNG = np.random.default_rng(9)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}
 X = RNG.normal(size=(24, 3)).astype(np.float32)
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 
 
 def rows(*values: float) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
@@ -19,7 +20,6 @@ REPLICAS = 4
 RNG = np.random.default_rng(8)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}
 X = RNG.normal(size=(16, 3)).astype(np.float32)
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 HALVES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 
 

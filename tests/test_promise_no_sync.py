@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
@@ -24,7 +25,6 @@ HELD = (0, 3, 1, 4)  # calls of no_sync before each step
 CALLS = sum(HELD) + len(HELD)
 RNG = np.random.default_rng(1)
 PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.normal(size=5)}
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 ADAM = optax.adam(1e-2)
 
 
@@ -121,7 +121,7 @@ def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(grou
     close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
 
 
-@SCHEDULES
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
     four, sent = recorded(group(REPLICAS))
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}

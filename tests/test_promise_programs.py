@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from schedules import SCHEDULES
 
 import fddp
 
@@ -27,7 +28,6 @@ LAYERS = {
 STACK = {"w": RNG.normal(size=(3, 3, 3)) / 2, "b": RNG.normal(size=(3, 3)), "scale": RNG.normal(size=3)}
 X = RNG.normal(size=(STEPS, 8, 3))
 TOKENS = RNG.integers(0, 6, size=(STEPS, 8, 5))
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 Apply = Callable[[Any, Any], jax.Array]
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 from models import gpt
 
-SCHEDULES = pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 NAMES = ("left", "right", "never")
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1, weight_decay=0.5),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from schedules import SCHEDULES
 
 import fddp
 
@@ -37,7 +38,7 @@ def joined(p: Any, batch: Any) -> Any:
     return jnp.mean(errors(p, batch)[batch["mask"]])
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@SCHEDULES
 @pytest.mark.parametrize(("n", "steps"), [(1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
 def test_unequal_numbers_of_tokens_give_the_gradient_over_all_tokens(group, x64, schedule, n, steps):
     f = fddp.value_and_grad(weighted, group=group(n), has_aux=True, accumulation_steps=steps, schedule=schedule)

@@ -27,7 +27,10 @@ def problem(module, preset="tiny", rows=8):
     return module.loss_fn(model), params, model_state, batch
 
 
-@pytest.mark.parametrize("module", [mlp, resnet, bert, gpt], ids=lambda m: m.__name__)
+SLOW = [pytest.param(module, marks=pytest.mark.slow) for module in (resnet, bert, gpt)]
+
+
+@pytest.mark.parametrize("module", [mlp, *SLOW], ids=lambda m: m.__name__)
 def test_staged_gives_what_fused_gives(group, module):
     loss_fn, params, model_state, batch = problem(module)
     # Language models have much to compile: fewer stages.
@@ -47,6 +50,107 @@ def test_staged_gives_what_fused_gives(group, module):
         assert len(step.plan.buckets) > 1
     for got, want in zip(jax.tree.leaves(ends["staged"]), jax.tree.leaves(ends["fused"])):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
+### All features at once
+
+# What a feature does is claimed in its own file, under "fused".
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a hook, averaged buffers and skipped messages": {
+        "hook": hooks.quantize(block=4),
+        "broadcast_buffers": "mean",
+        "skip_all_reduce_unused_params": True,
+    },
+}
+
+
+def everything(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
+    """Draws of its own and in common, a branch, dtypes and an empty leaf, weights, buffers and metrics."""
+    x = batch["x"] + 0.1 * jax.random.normal(rng["own"], batch["x"].shape) + jax.random.uniform(rng["common"])
+    hidden = jnp.tanh((x - model_state["mean"]) @ params["first"]) * params["half"].astype(x.dtype)
+    wave = jnp.real(jnp.fft.fft(hidden) * params["wave"]) + jnp.sum(params["empty"])
+    branches = [lambda: jnp.mean(wave * params["left"]), lambda: jnp.mean(wave * params["right"]), lambda: 0.0]
+    value = jnp.mean(wave**2) + jax.lax.switch(batch["choice"][0], branches)
+    new = {"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(jnp.clip(x, -9, 9)), "calls": model_state["calls"] + 1}
+    return fddp.Weighted(value, jnp.sum(jnp.abs(batch["x"]))), (new, {"wave": jnp.mean(wave)})
+
+
+def params_of_everything() -> Any:
+    rng = np.random.default_rng(2)
+    return {
+        "first": rng.normal(size=(3, 4)),
+        "half": jnp.asarray(rng.normal(size=4), jnp.bfloat16),
+        "wave": rng.normal(size=4) + 1j * rng.normal(size=4),
+        "left": np.float32(rng.normal(size=4)),
+        "right": np.float32(rng.normal(size=4)),
+        "empty": np.zeros((0, 2), np.float32),
+        "never": np.ones(3, np.float32),
+        "count": np.int32(3),
+        "ignored": np.ones(2, np.float32),
+    }
+
+
+def batches_of_everything() -> list[fddp.Joined]:
+    """The first call is of no_sync; in the third something overflows, in the last one replica has run out of data."""
+    rng, found = np.random.default_rng(3), []
+    for number, choices in enumerate([(0, 0), (0, 1), (1, 1), (2, 2), (0, 2)]):
+        x, choice = rng.normal(size=(8, 3)), np.repeat(np.array(choices, np.int32), 4)
+        if number == 2:
+            x[5] = np.inf
+        share = np.ones(8) if number < 4 else np.repeat([1.0, 0.0], 4)
+        found.append(fddp.Joined({"x": x, "choice": choice}, share, share, np.arange(8) == 0))
+    return found
+
+
+def trained_with_everything(replicas: fddp.Group, schedule: str, features: dict[str, Any]) -> Any:
+    """The state after each step, as arrays, and what the steps told."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    step = fddp.train_step(
+        everything, fddp.dynamic_scale(clipped, initial=4.0), group=replicas, has_aux=True, schedule=schedule,
+        accumulation_steps=2, bucket_cap_mb=0, find_unused_parameters=True, ignore=lambda path: path == "ignored",
+        **features,
+    )  # fmt: skip
+    state = step.init(
+        params_of_everything(),
+        model_state={"mean": np.zeros(()), "calls": np.int32(2**24)},
+        rng={"own": jax.random.key(0), "common": fddp.Shared(jax.random.key(1))},
+    )
+    first, *rest = batches_of_everything()
+    state, told = step.no_sync(state, first)
+    found: list[Any] = [told._replace(sent=None)]  # what is not exact in 16 bits travels in another bucket
+    for batch in rest:
+        state, info = step(state, batch)
+        found += [jax.device_get(state._replace(rng=None)), info._replace(sent=None)]
+    return found
+
+
+def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    if jnp.issubdtype(got.dtype, jnp.inexact) and got.size:
+        wide = np.complex128 if jnp.iscomplexobj(got) else np.float64
+        got, expected, eps = got.astype(wide), expected.astype(wide), float(jnp.finfo(got.dtype).eps)
+        # What a hook remembers is a difference of numbers of about 1.
+        np.testing.assert_allclose(got, expected, rtol=16 * eps, atol=16 * eps * max(1, np.max(np.abs(expected))))
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, x64, features):
+    fused, *others = (
+        trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in ("fused", "staged", "after")
+    )
+    assert [float(state.opt_state.scale) for state in fused[1::2]] == [4, 2, 2, 2], "one step overflows"
+    used = [{name: int(info.used[name]) for name in ("left", "right", "never")} for info in fused[2::2]]
+    assert used[0] == {"left": 2, "right": 1, "never": 0} and used[2] == {"left": 0, "right": 0, "never": 0}
+    for found in others:
+        assert jax.tree.structure(found) == jax.tree.structure(fused)
+        jax.tree.map(assert_as_near_as_dtypes_are, found, fused)
+
+
+### What is special
 
 
 def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
