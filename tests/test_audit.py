@@ -16,26 +16,32 @@ import pytest
 import fddp
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
-from fddp.analysis.workload import Workload, read_workload
+from fddp.analysis.workload import Workload
 from fddp.comm import mesh
 from fddp.hlo.collectives import find_flights
 from fddp.hlo.module import parse
-from models import mlp
+from models import bert, gpt, mlp, resnet
 
-TARGETS = ("h100:8", "a100:8")
-# name: (rows, options). A GPT of 5 MiB needs smaller buckets than a BERT-base of 418.
+# What XLA makes of a program is the claim: with all that it does.
+pytestmark = pytest.mark.usefixtures("optimized")
+aot, slow = pytest.mark.aot, pytest.mark.slow
+
+# name: (model, rows, options). A GPT of 5 MiB needs smaller buckets than a BERT-base of 418.
 MODELS = {
-    "models.mlp:1024": (256, {"bucket_cap_mb": 4}),
-    "models.resnet:50": (16, {}),
-    "models.bert:base": (8, {}),
-    "models.gpt:bytes": (16, {"bucket_cap_mb": 1}),
+    "mlp": (mlp, mlp.PRESETS["1024"], 256, {"bucket_cap_mb": 4}),
+    "gpt": (gpt, gpt.PRESETS["bytes"], 16, {"bucket_cap_mb": 1}),
+    "three layers of bert": (bert, bert.PRESETS["base"].clone(layers=3), 8, {}),
+    "bert": (bert, bert.PRESETS["base"], 8, {}),
+    "resnet": (resnet, resnet.PRESETS["50"], 16, {}),
 }
+TRANSFORMERS = ["gpt", "three layers of bert", pytest.param("bert", marks=slow)]
+on_both_targets = pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
 
 
 @cache
 def audited(name, target):
-    rows, options = MODELS[name]
-    return look(read_workload(name, rows * read_target(target).size), target, **options)
+    module, model, rows, options = MODELS[name]
+    return look(workload(module, model, rows * read_target(target).size), target, **options)
 
 
 def look(workload, target, **options):
@@ -43,18 +49,25 @@ def look(workload, target, **options):
     return fddp.audit(step, state, workload.batch, target)
 
 
+def workload(module, model, rows):
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows))
+    return Workload(module.loss_fn(model), *shapes(module, model, batch), batch)
+
+
+def shapes(module, model, batch):
+    return jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
+
+
 def plain_mlp(rows, **fields):
-    model = mlp.MLP((256,) * 5, use_bias=False, **fields)
-    batch = mlp.batch(model, rows)
-    params, _ = jax.eval_shape(lambda: mlp.init(model, jax.random.key(0), batch))
-    return Workload(mlp.loss_fn(model), params, None, batch)
+    return workload(mlp, mlp.MLP((256,) * 5, use_bias=False, **fields), rows)
 
 
 ### The promises
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", MODELS)
+@aot
+@on_both_targets
+@pytest.mark.parametrize("name", ["mlp", *TRANSFORMERS, pytest.param("resnet", marks=slow)])
 def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_order(name, target):
     audit = audited(name, target)
     assert audit.buckets == tuple(range(len(audit.plan.buckets)))
@@ -63,39 +76,46 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
     sizes, planned = [f.nbytes for f in audit.flights], [b.nbytes for b in audit.plan.buckets]
     assert sizes[:-1] == planned[:-1]
     # The bits of a buffer travel as two numbers of 16 bits, each in a float.
-    buffers = sum(8 * x.size for x in jax.tree.leaves(read_workload(name, 8).model_state))
+    module, model, *_ = MODELS[name]
+    _, model_state = shapes(module, model, module.batch(model, 8))
+    buffers = sum(8 * x.size for x in jax.tree.leaves(model_state))
     # Loss, weight and one metric: three floats.
     assert sizes[-1] == planned[-1] + 3 * 4 + buffers
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@aot
+@on_both_targets
 def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_the_last(target):
-    audit = audited("models.mlp:1024", target)
+    audit = audited("mlp", target)
     assert len(audit.flights) == 8
     assert all(flight.heavy > 0 for flight in audit.flights[:-1])
     assert audit.problems() == ()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["models.bert:base", "models.gpt:bytes"])
+@aot
+@on_both_targets
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_while_the_first_half_of_a_transformers_buckets_is_on_its_way_products_are_computed(name, target):
     flights = audited(name, target).flights
     assert all(flight.heavy > 0 for flight in flights[: len(flights) // 2])
 
 
+@aot
 def test_the_operations_of_a_program_are_those_that_a_person_counts():
-    audit = audited("models.mlp:1024", "h100:8")
+    audit = audited("mlp", "h100:8")
     # Eight layers forwards, eight gradients of kernels, seven of inputs.
     assert audit.heavy == 23
     assert audit.flops == 23 * 2 * 256 * 1024 * 1024
 
 
+@aot
 def test_several_hosts_are_compiled_for_too():
     audit = look(plain_mlp(64 * 16), "h100:2x8", bucket_cap_mb=0.25, first_bucket_mb=0.25, last_bucket_mb=0.25)
     assert audit.buckets == (0, 1, 2, 3)
     assert all(flight.asynchronous for flight in audit.flights)
 
 
+@aot
 def test_bfloat16_gradients_take_half_the_bytes():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     wide, narrow = (look(plain_mlp(512, param_dtype=dtype), "h100:8", **caps) for dtype in (jnp.float32, jnp.bfloat16))
@@ -106,6 +126,7 @@ def test_bfloat16_gradients_take_half_the_bytes():
     assert narrow.buckets == (0, 1, 2, 3, 4) and "tail" in str(narrow)
 
 
+@aot
 def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     audit = look(plain_mlp(512), "h100:8", hook=fddp.hooks.bf16(), **caps)
@@ -116,6 +137,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 ### What spoils them is found and named
 
 
+@aot
 def test_one_bucket_over_everything_has_nothing_to_overlap_with():
     caps = {"bucket_cap_mb": 1000, "first_bucket_mb": 1000, "last_bucket_mb": 1000}
     audit = look(plain_mlp(512), "h100:8", **caps)
@@ -134,6 +156,7 @@ class Scanned(nn.Module):
         return stack(nn.Dense(256), x, None)[0]
 
 
+@aot
 def test_layers_in_a_scan_deliver_all_gradients_at_once():
     x = jnp.ones((512, 256))
     params = jax.eval_shape(Scanned().init, jax.random.key(0), x)
@@ -145,6 +168,7 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once():
     assert "ready at once" in problem and "lax.scan" in problem
 
 
+@aot
 def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypatch):
     monkeypatch.setitem(mesh.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
     # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
@@ -155,7 +179,7 @@ def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypat
     assert "synchronous: bucket" in problem and "xla_gpu_enable_latency_hiding_scheduler" in problem
 
 
-@pytest.mark.parametrize("target", [None, "h100:2"])
+@pytest.mark.parametrize("target", [None, pytest.param("h100:2", marks=aot)])
 @pytest.mark.parametrize("hook", [None, fddp.hooks.bf16(), fddp.hooks.quantize()], ids=repr)
 def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(group, target, hook):
     replicas = group(2) if target is None else read_target(target).group()
@@ -281,8 +305,9 @@ def test_a_step_of_several_programs_says_so():
 ### What a person sees
 
 
+@aot
 def test_a_table_has_a_line_for_each_flight_and_a_picture_is_a_file(tmp_path):
-    audit = audited("models.mlp:1024", "h100:8")
+    audit = audited("mlp", "h100:8")
     lines = str(audit).splitlines()
     assert [line.split()[:3] for line in lines[1:9]] == [[str(k), "bucket", str(k)] for k in range(8)]
     assert lines[9].startswith("h100:8: 8 of 8 collectives asynchronous, 8 buckets planned; 23 heavy operations")
@@ -291,8 +316,9 @@ def test_a_table_has_a_line_for_each_flight_and_a_picture_is_a_file(tmp_path):
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
+@aot
 def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
-    audit = audited("models.mlp:1024", "h100:8")
+    audit = audited("mlp", "h100:8")
     line = audit.timeline
     assert line is not None
     assert [span.nbytes for span in line.communication] == [flight.nbytes for flight in audit.flights]
@@ -313,6 +339,7 @@ def test_the_same_step_on_another_group_trains_alike(group):
 ### Hooks, and what is sent only sometimes
 
 
+@aot
 def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
     audit = look(plain_mlp(256), "h100:8", bucket_cap_mb=0, hook=fddp.hooks.powersgd(2, start_step=5))
     inside = [flight for flight in audit.flights if flight.branches]

@@ -41,6 +41,7 @@ def test_plan_prints_the_plan_that_a_step_settles_on(group, capsys):
     assert capsys.readouterr().out.strip() == str(step.plan)
 
 
+@pytest.mark.aot
 def test_audit_prints_a_table_and_draws_a_picture(capsys, tmp_path):
     picture = tmp_path / "schedule.png"
     words = ["audit", "models.gpt:tiny", "--target", "h100:8", "--bucket-cap-mb", "0.02", "--rows", "4"]
