@@ -13,6 +13,8 @@ from processes import UNOPTIMIZED
 
 import fddp
 
+collect_ignore = ["workers"]  # scripts of processes, which pytest would import to look for examples
+
 # Before any test asks for a device: JAX's backends start once and then keep what they were told.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
