@@ -51,7 +51,8 @@ def look(workload, target, **options):
 
 def workload(module, model, rows):
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows))
-    return Workload(module.loss_fn(model), *shapes(module, model, batch), batch)
+    params, model_state = shapes(module, model, batch)
+    return Workload(module.loss_fn(model), params, model_state, batch)
 
 
 def shapes(module, model, batch):
