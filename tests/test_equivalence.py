@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 from processes import JOBS, Outcome, case, launch
 from workers import trainings
 from workers.train_all import RUNS, Run, runs, train
@@ -45,7 +46,12 @@ def form(x: Any) -> tuple[Any, ...]:
 ### Eight replicas in this process
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+def here(run: Run) -> ParameterSet:
+    """What other schedules make of the models is seen on processes: here it is slow."""
+    return pytest.param(run, marks=[] if run.schedule == "fused" else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("run", [here(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
     with trainings.precision(run.rule):
         result = train(group(8), run, start(run.model, run.rule))

@@ -245,6 +245,7 @@ def test_a_subgroup_keeps_the_axes_of_its_mesh():
 ### Over processes
 
 
+@pytest.mark.ranks
 def test_processes_hold_their_replicas_in_parts(tmp_path):
     outcome = launch("gloo", 2, "parts.py", folder=tmp_path, timeout_s=60, JAX_NUM_CPU_DEVICES="2")
     assert outcome.succeeded

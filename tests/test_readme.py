@@ -53,6 +53,7 @@ def test_the_readme_has_at_most_160_lines():
     assert len(README.splitlines()) <= 160
 
 
+@pytest.mark.ranks
 def test_the_first_script_prints_what_the_readme_says(tmp_path):
     assert run(FIRST, 2, tmp_path) == [PRINTED.strip(), ""]
 
@@ -61,6 +62,7 @@ def test_the_first_script_has_at_most_twenty_lines():
     assert len([line for line in FIRST.splitlines() if line.strip()]) <= 20
 
 
+@pytest.mark.ranks
 def test_a_local_script_and_its_distributed_form_find_the_same_loss(tmp_path, capsys):
     run_here(side("-"), tmp_path)
     alone = capsys.readouterr().out.strip()

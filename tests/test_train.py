@@ -57,6 +57,7 @@ def on_two(group: fddp.Group) -> list[float]:
 ### The command
 
 
+@pytest.mark.ranks
 def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Path):
     if not MPIEXEC.exists():
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
@@ -67,6 +68,7 @@ def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Pat
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ranks
 def test_the_readmes_first_command_warns_of_nothing(tmp_path: Path):
     """Its clipping and its schedule leave an update later than the count which it reads."""
     if not MPIEXEC.exists():
@@ -74,6 +76,7 @@ def test_the_readmes_first_command_warns_of_nothing(tmp_path: Path):
     assert "in 3 buckets" in run(str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, "--steps", "2", cwd=tmp_path)
 
 
+@pytest.mark.ranks
 def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     tmp_path: Path, group: Callable[[int], fddp.Group]
 ):
