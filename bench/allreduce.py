@@ -64,11 +64,11 @@ def send(backend: str, path: str, rounds: int) -> None:
     group = fddp.init(backend)
 
     def calls(size: int) -> Callable[[], None]:
-        wire = group.member.place(np.ones(size, np.float32), group.member.own)
+        wire = group.placement.place(np.ones(size, np.float32), group.placement.per_replica)
 
         def run() -> None:
             for _ in range(min(NUMBERS // size, MOST_CALLS)):
-                group.member.reduce(wire)
+                group.transport.all_reduce(wire)
 
         return run
 

@@ -30,7 +30,7 @@ from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
 from fddp.analysis.plots import figure
-from fddp.comm.member import Member
+from fddp.comm.group import Group
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.send import Memory, Sent, remembered, sending
 from fddp.schedules.threads import Cut, cut_step, land
@@ -118,13 +118,13 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
     }
 
 
-def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
+def blocking(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits for it."""
-    send, cuts, spans = sending(member, pieces.reductions), list[Cut](), list[Span]()
+    send, cuts, spans = sending(group, pieces.reductions), list[Cut](), list[Span]()
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        rows = member.place(rows, member.own)
-        now = cuts[0] if cuts else cut_step(member, pieces, donate, state, pending, rows)
+        rows = group.placement.place(rows, group.placement.per_replica)
+        now = cuts[0] if cuts else cut_step(group, pieces, donate, state, pending, rows)
         cuts[:] = [now]
         values, sends, kept = dict(enumerate(jax.tree.leaves((state, pending, rows)))), list[Sent](), list[Any]()
         spans.clear()
@@ -135,7 +135,7 @@ def blocking(member: Member, pieces: Pieces, donate: bool) -> Runner:
             sends.append(send(k, memory, lambda: sends[0], wire))
         spans.extend(one.span for one in sends)
         back = [lambda one=one: one for one in sends]
-        result = land(member, now.update, jax.tree.leaves(state), back, kept, spans)
+        result = land(group, now.update, jax.tree.leaves(state), back, kept, spans)
         return now.result.unflatten(result), remembered(sends, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans)))

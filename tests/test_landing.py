@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from fddp.comm.landing import ALIGNMENT, landing
+from fddp.comm.mpi import ALIGNMENT, receive_buffers
 
 
 @pytest.mark.parametrize("look", [lambda x: x[1:], lambda x: x[1:].view(np.uint32)])
 def test_memory_that_is_looked_into_is_not_given_out_again(look):
-    like = landing()
+    like = receive_buffers()
     first = like(np.zeros(1000, np.float32))
     first[:] = 7
     address, seen = first.ctypes.data, look(first)
@@ -22,7 +22,7 @@ def test_memory_that_is_looked_into_is_not_given_out_again(look):
 
 
 def test_a_jax_array_takes_the_memory_over_and_gives_it_back():
-    like = landing()
+    like = receive_buffers()
     first = like(np.zeros(1000, np.float32))
     first[:] = 7
     address, taken = first.ctypes.data, jax.device_put(first, jax.devices()[0])
@@ -37,7 +37,7 @@ def test_a_jax_array_takes_the_memory_over_and_gives_it_back():
 
 
 def test_arrays_are_aligned_and_of_the_asked_size_and_dtype():
-    like = landing()
+    like = receive_buffers()
     for size, dtype in ((1, np.float32), (17, np.float64), (5, np.uint8), (17, np.float32), (34, np.uint16)):
         got = like(np.zeros(size, dtype))
         assert got.shape == (size,) and got.dtype == dtype and got.ctypes.data % ALIGNMENT == 0

@@ -239,7 +239,7 @@ def test_a_replica_in_parts_cannot_be_staged():
 def test_a_subgroup_keeps_the_axes_of_its_mesh():
     sub = fddp.mesh_group(mesh()).subgroup([0])
     assert (sub.size, sub.axis_name) == (4, "replica")
-    assert sub.member.spec(in_parts(mesh())["first"]) == PartitionSpec(None, "part")
+    assert sub.placement.spec(in_parts(mesh())["first"]) == PartitionSpec(None, "part")
 
 
 ### Over processes
@@ -281,20 +281,20 @@ def test_staged_has_as_many_all_reduces_under_way_as_there_are_links(group):
             both.wait(timeout=30)  # nobody goes on alone
             return one_at_a_time(x)
 
-        return two.member._replace(reduce=reduce)
+        return two.transport._replace(all_reduce=reduce)
 
     # The devices of one process would wait for each other if programs reached them in different orders.
     lock = threading.Lock()
 
     def one_at_a_time(x: jax.Array) -> jax.Array:
         with lock:
-            return two.member.reduce(x)
+            return two.transport.all_reduce(x)
 
-    member = two.member._replace(lanes=(link("first"), link("second")))
+    transport = two.transport._replace(clones=(link("first"), link("second")))
     params = {name: np.ones(n, np.float32) for n, name in enumerate("abcd", 1)}
     loss = lambda p, x: sum(jnp.mean(w) for w in p.values()) * jnp.mean(x)  # noqa: E731
     options: dict[str, Any] = {"schedule": "staged", "bucket_cap_mb": 0, "order": "reverse"}
-    step = fddp.train_step(loss, optax.sgd(1.0), group=replace(two, member=member), **options)
+    step = fddp.train_step(loss, optax.sgd(1.0), group=replace(two, transport=transport), **options)
     state, _ = step(step.init(params), np.ones(2, np.float32))
     loss_and_weight = 2
     assert carried == {"first": [2 * (4 + loss_and_weight), 2 * 2], "second": [2 * 3, 2 * 1]}
@@ -310,7 +310,7 @@ def test_no_groups_are_an_error_and_groups_of_other_devices_too(group):
 
 
 def test_several_devices_of_a_process_stay_on_one_link(group):
-    assert fddp.round_robin([group(4)] * 3).member.lanes == (group(4).member,)
+    assert fddp.round_robin([group(4)] * 3).transport.clones == (group(4).transport,)
 
 
 ### The worked example

@@ -32,17 +32,17 @@ LOSSY = {
 
 def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -> tuple[list[np.ndarray], Any]:
     """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what it remembers."""
-    member = group(REPLICAS).member
+    replicas = group(REPLICAS)
     form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
     def one(mine: Any, memory: Any) -> tuple[Any, Any]:
         memory = jax.tree.map(lambda x: x[0], memory)
-        total, memory = hook.apply(member.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
-        member.communicator.sent.clear()
+        total, memory = hook.apply(replicas.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
+        replicas.communicator.sent.clear()
         return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
 
-    own = member.own
-    program = member.program(one, (own, own), (PartitionSpec(), own))
+    own = replicas.placement.per_replica
+    program = replicas.placement.program(one, (own, own), (PartitionSpec(), own))
     memory = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), hook.init(form))
     totals = []
     for contributions in (rows, *steps):
@@ -439,6 +439,6 @@ def test_all_reduce_takes_a_hook_without_a_memory(group):
     four = group(REPLICAS)
     plan = fddp.make_plan(PARAMS)
     summed = lambda tree: fddp.all_reduce(tree, plan, group=four, hook=hooks.bf16(), op="mean")  # noqa: E731
-    got = four.member.program(summed, (PartitionSpec(),), PartitionSpec())(PARAMS)
+    got = four.placement.program(summed, (PartitionSpec(),), PartitionSpec())(PARAMS)
     for name, x in PARAMS.items():
         np.testing.assert_allclose(got[name], x, rtol=2**-7)

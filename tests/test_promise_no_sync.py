@@ -18,6 +18,7 @@ import pytest
 from schedules import SCHEDULES
 
 import fddp
+from fddp.comm.transport import Hosts
 
 REPLICAS = 4
 ROWS = 16  # of one call: two micro-batches of two rows for each replica
@@ -102,9 +103,10 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 
         return call
 
-    communicator = replace(group.member.communicator, psum=noted("psum", group.member.communicator.psum))
-    between = {name: noted(name, getattr(group.member, name)) for name in ("reduce", "gather", "send")}
-    return replace(group, member=group.member._replace(communicator=communicator, **between)), sent
+    communicator = replace(group.communicator, psum=noted("psum", group.communicator.psum))
+    transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
+    hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
+    return replace(group, communicator=communicator, transport=transport, hosts=hosts), sent
 
 
 @SCHEDULES
@@ -134,7 +136,7 @@ def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, sche
         state, _ = step.no_sync(state, rows)
     assert sent == []
     step(state, rows)
-    assert sent == ["psum" if schedule == "fused" else "reduce"] * 3 == sent[:1] * len(step.plan.buckets)
+    assert sent == ["psum" if schedule == "fused" else "all_reduce"] * 3 == sent[:1] * len(step.plan.buckets)
 
 
 def running(params: Any, x: Any, *, model_state: Any) -> Any:

@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.comm.member import EVERYWHERE
+from fddp.comm.placement import REPLICATED
 from fddp.schedules.stage_programs import relay
 
 
 def made(group, f, args, groups, donate=()):
     """The outputs of a program that is run in stages, and the stages."""
     one = group(1)
-    leaves = [one.member.place(np.asarray(x, np.float32), EVERYWHERE) for x in args]
+    leaves = [one.placement.place(np.asarray(x, np.float32), REPLICATED) for x in args]
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     closed = jax.make_jaxpr(f)(*given)
-    stages = relay(one.member, closed, groups, given, [EVERYWHERE] * len(given), EVERYWHERE, donate)
+    stages = relay(one.placement, closed, groups, given, [REPLICATED] * len(given), REPLICATED, donate)
     values, outputs = dict(enumerate(leaves)), {}
     for k, group_of in enumerate(groups):
         outputs.update(zip(group_of, stages.run(k, values)))

@@ -177,12 +177,12 @@ def test_a_bucket_is_used_while_the_next_one_travels(group):
             while len(step.timeline().updates) < len(params) - 1 and time.monotonic() < end:
                 time.sleep(0.01)
             used.append(len(step.timeline().updates))
-        return alone.member.reduce(x)
+        return alone.transport.all_reduce(x)
 
     used: list[int] = []
     params = {name: jnp.ones(4) for name in "abc"}
     loss = lambda p, x: sum(jnp.mean(w**2) for w in p.values()) * jnp.mean(x)  # noqa: E731
-    one = replace(alone, member=alone.member._replace(reduce=reduce))
+    one = replace(alone, transport=alone.transport._replace(all_reduce=reduce))
     step = fddp.train_step(loss, optax.adam(0.1), group=one, schedule="staged", bucket_cap_mb=0)
     state, _ = step(step.init(params), np.ones(2, np.float32))
     assert used == [2]
@@ -258,7 +258,7 @@ def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, opti
     step = fddp.train_step(
         lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group(n), schedule=schedule, **options
     )
-    state, rows = step.init(np.zeros(())), group(n).member.place(np.full(4, 2.0), group(n).member.own)
+    state, rows = step.init(np.zeros(())), group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica)
     with jax.transfer_guard("disallow"):
         for _ in range(2):
             state, _ = step(state, rows)
@@ -288,7 +288,7 @@ def test_an_error_of_the_communication_thread_reaches_the_caller(group):
         raise ConnectionError("the wire is cut")
 
     alone = group(1)
-    cut_off = replace(alone, member=alone.member._replace(reduce=broken))
+    cut_off = replace(alone, transport=alone.transport._replace(all_reduce=broken))
     loss_fn, params, _, batch = problem(gpt)
     step = fddp.train_step(loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS)
     with pytest.raises(ConnectionError, match="the wire is cut"):
@@ -349,8 +349,8 @@ def sent_before(
         sent.append(k)
         return wire
 
-    one = group.member._replace(reduce=noted)
-    group = replace(group, member=one._replace(lanes=(one,) * lanes))
+    one = group.transport._replace(all_reduce=noted)
+    group = replace(group, transport=one._replace(clones=(one,) * lanes))
     step = fddp.train_step(
         parts.get("loss", chain),
         parts.get("optimizer", optax.sgd(0.1)),

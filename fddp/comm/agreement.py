@@ -33,7 +33,7 @@ def verify(group: Group, what: str, describe: Callable[[], Iterable[str]]) -> No
       Exception: what `describe` raised, on every rank: its own error where all agree, else its message by rank.
       RuntimeError: an earlier error has left the ranks at different places.
     """
-    group.member.recovery.resume()
+    group.recovery.resume()
     try:
         lines, failure = list(describe()), None
     except Exception as error:  # whatever it is, the other ranks must hear of it

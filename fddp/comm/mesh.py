@@ -9,10 +9,14 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
-from fddp.comm.communicator import axis_communicator
-from fddp.comm.member import EVERYWHERE, WHOLE, Bytes, Member, from_process, placed
+from fddp.comm.communicator import Communicator, axis_communicator
+from fddp.comm.group import Group
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, placed
 from fddp.comm.recovery import Recovery, service_meet
+from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
+
+AXIS = "replica"
 
 # XLA would merge all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops barriers
 # before it puts instructions in order, and collectives of ranks whose programs differ then come in different orders.
@@ -25,28 +29,103 @@ GPU_OPTIONS = {
 }
 
 
-def mesh_member(mesh: Mesh, axis_name: str) -> Member:
-    """A member whose replicas are the devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local).
+def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
+    """Makes a group of the replicas along one axis of the user's own mesh.
+
+    Where the mesh has other axes, a replica is all devices at one place of the axis, and the parameters of `step.init`
+    stay placed along them as the user placed them (tensor parallelism): XLA partitions the loss as under `jax.jit`,
+    and gradients are summed over this axis alone, each device sending the parts that it holds.
+
+    Args:
+      mesh: a mesh over devices of one or several processes.
+      axis_name: the axis over which replicas lie.
+
+    Returns:
+      The group.
+
+    Raises:
+      ValueError: the mesh has no such axis, or a replica is spread over several processes.
+
+    Example:
+      >>> import jax, fddp
+      >>> fddp.mesh_group(jax.sharding.Mesh(jax.devices(), "replica")).size == jax.device_count()
+      True
+    """
+    if axis_name not in mesh.axis_names:
+        raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, none is {axis_name!r}.")
+    axis = mesh.axis_names.index(axis_name)
+    replicas = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.shape[axis_name], -1)
+    owners = [{device.process_index for device in replica} for replica in replicas]
+    for number, found in enumerate(owners):
+        if len(found) > 1:
+            raise ValueError(
+                f"replica {number} of the axis {axis_name!r} is spread over processes {sorted(found)}, and a process "
+                "brings the rows of whole replicas: let the other axes of the mesh lie inside of processes."
+            )
+    owner = [process for (process,) in owners]
+    processes = list(dict.fromkeys(owner))
+    if jax.process_index() not in processes:
+        raise ValueError(
+            f"the mesh has devices of processes {sorted(processes)}, none of this one, {jax.process_index()}: only "
+            "those that take part make a group of it."
+        )
+    platform = mesh.devices.flat[0].platform
+
+    def make_subgroup(ranks: Sequence[int]) -> Group:
+        chosen = [at for rank in ranks for at, process in enumerate(owner) if process == processes[rank]]
+        devices = np.take(mesh.devices, chosen, axis)
+        return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
+
+    def clone(count: int) -> tuple[Transport, ...]:
+        # Several devices of a process, reached by programs of several threads in different orders, wait for each other.
+        turns = min(count, len(processes)) if len(processes) == mesh.size else 1
+        return tuple(_turned(mesh, axis_name, turn) if turn else transport for turn in range(turns))
+
+    placement = mesh_placement(mesh, axis_name)
+    communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
+    transport = mesh_transport(placement, communicator)
+    return Group(
+        rank=processes.index(jax.process_index()),
+        processes=len(processes),
+        size=mesh.shape[axis_name],
+        backend="local" if len(processes) == 1 else "gloo" if platform == "cpu" else "nccl",
+        global_ranks=tuple(processes),
+        placement=placement,
+        communicator=communicator,
+        transport=transport,
+        hosts=mesh_hosts(mesh),
+        recovery=Recovery(service_meet(coordination_client, [x.process_index for x in _first_devices(mesh)])),
+        make_subgroup=make_subgroup,
+        clone=clone,
+    )
+
+
+def replica_mesh(devices: Sequence[Any]) -> Mesh:
+    """A mesh of one axis over devices."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
+    """Replicas along one axis of a mesh.
 
     Args:
       mesh: devices of one or several processes.
       axis_name: the axis over which replicas lie; along the other axes lie the devices of each.
 
     Returns:
-      The member.
+      The placement.
     """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    own = PartitionSpec(axis_name)
-    hosts = Mesh(_first_devices(mesh), ("process",))
-    platform = mesh.devices.flat[0].platform
-    options = CPU_OPTIONS if platform == "cpu" else GPU_OPTIONS
+    per_replica = PartitionSpec(axis_name)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
     single = mesh.shape[axis_name] == mesh.size  # a replica is one device
     view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
 
     def spec(x: Any) -> PartitionSpec:
         sharding = getattr(x, "sharding", None)
         if single or not isinstance(sharding, NamedSharding) or not _same_devices(sharding.mesh, mesh):
-            return EVERYWHERE
+            return REPLICATED
         entries = [_without(entry, axis_name) for entry in sharding.spec]
         while entries and entries[-1] is None:
             entries.pop()
@@ -62,51 +141,91 @@ def mesh_member(mesh: Mesh, axis_name: str) -> Member:
         return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: Any, where: PartitionSpec) -> Any:
-        if single or where != EVERYWHERE:
+        if single or where != REPLICATED:
             return jax.tree.map(partial(placed, sharding=NamedSharding(mesh, where)), tree)
         return jax.tree.map(lambda x: placed(x, NamedSharding(mesh, spec(x))), tree)
 
     def feed(rows: Any) -> Any:
         # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
-        if single and NamedSharding(mesh, own).is_fully_addressable and not _committed(rows):
+        if single and NamedSharding(mesh, per_replica).is_fully_addressable and not _committed(rows):
             return rows
-        return place(rows, own)
+        return place(rows, per_replica)
 
-    row = PartitionSpec("process")
-    copy = jax.jit(lambda rows: rows, out_shardings=NamedSharding(hosts, EVERYWHERE))
-    join = jax.jit(
-        jax.shard_map(lambda rows: jax.lax.psum(rows[0], "process"), mesh=hosts, in_specs=row, out_specs=EVERYWHERE)
+    return Placement(
+        axis_name=axis_name,
+        per_replica=per_replica,
+        replicas_in_array=mesh.shape[axis_name],
+        # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
+        shares_cores=on_cpu and mesh.size > len(_first_devices(mesh)),
+        view=view,
+        spec=spec,
+        program=program,
+        place=place,
+        feed=feed,
     )
 
-    def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
+
+def mesh_transport(placement: Placement, communicator: Communicator) -> Transport:
+    """Collectives between programs that are small programs themselves.
+
+    Args:
+      placement: from `mesh_placement`.
+      communicator: over the same axis.
+
+    Returns:
+      The transport.
+    """
+    total = placement.program(communicator.psum, (placement.per_replica,), REPLICATED)
+    return Transport(lambda x: jax.block_until_ready(total(x)) if communicator.size > 1 else x)
+
+
+def mesh_hosts(mesh: Mesh) -> Hosts:
+    """Collectives of the processes of a mesh, over one device of each.
+
+    Args:
+      mesh: devices of one or several processes.
+
+    Returns:
+      The hosts.
+    """
+    hosts = Mesh(_first_devices(mesh), ("process",))
+    row = PartitionSpec("process")
+    copy = jax.jit(lambda rows: rows, out_shardings=NamedSharding(hosts, REPLICATED))
+    join = jax.jit(
+        jax.shard_map(lambda rows: jax.lax.psum(rows[0], "process"), mesh=hosts, in_specs=row, out_specs=REPLICATED)
+    )
+
+    def all_gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
         with jax.disable_jit(False):  # operation by operation no host sees what another has
             return np.asarray(copy(from_process(NamedSharding(hosts, row), data[None])))
 
-    def send(data: Bytes, root: int) -> Bytes:
+    def broadcast(data: Bytes, root: int) -> Bytes:
         # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
         with jax.disable_jit(False):
             return np.asarray(join(from_process(NamedSharding(hosts, row), mine[None])))
 
-    communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
-    total = program(communicator.psum, (own,), EVERYWHERE)
+    return Hosts(all_gather, broadcast)
 
-    return Member(
-        axis_name=axis_name,
-        own=own,
-        share=mesh.shape[axis_name],
-        # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
-        crowded=platform == "cpu" and mesh.size > len(_first_devices(mesh)),
-        view=view,
-        spec=spec,
-        program=program,
-        communicator=communicator,
-        reduce=lambda x: jax.block_until_ready(total(x)) if communicator.size > 1 else x,
-        place=place,
-        feed=feed,
-        gather=gather,
-        send=send,
-        recovery=Recovery(service_meet(coordination_client, [x.process_index for x in hosts.devices.flat])),
+
+def _turned(mesh: Mesh, axis_name: str, turn: int) -> Transport:
+    """A transport over the same devices in a cyclically later order.
+
+    XLA keeps one Gloo communicator for each order of devices, and on one communicator two sums at once mix, without an
+    error. Sums of floats may differ in the last bits, equally on all ranks.
+    """
+    ring = Mesh(np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape), mesh.axis_names)
+    placement = mesh_placement(ring, axis_name)
+    communicator = axis_communicator(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
+    other = mesh_transport(placement, communicator)
+
+    def there(x: jax.Array, home: Mesh, spec: PartitionSpec) -> jax.Array:
+        """What this process has of an array, as part of one over the devices in another order."""
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
+
+    return Transport(
+        lambda x: there(other.all_reduce(there(x, ring, placement.per_replica)), mesh, REPLICATED),
     )
 
 

@@ -1,6 +1,8 @@
 """Replicas that are ranks of an MPI communicator, one device each; traffic goes through mpi4jax and mpi4py."""
 
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,79 +10,171 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import UInt8
+from jaxtyping import Shaped, UInt8
 
 from fddp.comm.communicator import mpi_communicator, mpi_word
-from fddp.comm.landing import landing
-from fddp.comm.member import EVERYWHERE, WHOLE, Bytes, Member, placed
+from fddp.comm.group import Group
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed
 from fddp.comm.recovery import Recovery, mpi_meet
+from fddp.comm.transport import Bytes, Hosts, Transport
 
 MESSAGES = 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
+ALIGNMENT = 64
 
 
-def mpi_member(comm: Any) -> Member:
-    """A member that is one rank of an MPI communicator, with one device; traffic goes through mpi4jax.
+def mpi_group(comm: Any) -> Group:
+    """Makes a group of the ranks of an mpi4py communicator, one device each.
 
     Args:
-      comm: an mpi4py communicator. It is cloned, so that the messages inside of programs (mpi4jax), those between
-        programs, those of the hosts and the user's own never meet.
+      comm: the communicator; it is cloned.
 
     Returns:
-      The member.
+      The group.
+
+    Raises:
+      RuntimeError: this process has several devices.
+    """
+    if jax.local_device_count() > 1:
+        raise RuntimeError(
+            f"backend 'mpi' drives one device a process, and this one has {jax.local_device_count()}: start one "
+            "process per device, or use backend 'gloo'."
+        )
+
+    from mpi4py import MPI
+
+    # A communicator for each: messages inside of programs (mpi4jax), those between programs, those of the hosts, those
+    # after an error, and the user's own never meet.
+    transport, whole, ranks = mpi_transport(comm.Clone()), MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    return Group(
+        rank=comm.rank,
+        processes=comm.size,
+        size=comm.size,
+        backend="mpi",
+        global_ranks=tuple(MPI.Group.Translate_ranks(ranks, None, whole)),
+        placement=mpi_placement(),
+        communicator=mpi_communicator(comm.Clone()),
+        transport=transport,
+        hosts=mpi_hosts(comm.Clone()),
+        recovery=Recovery(mpi_meet(comm.Clone())),
+        make_subgroup=lambda ranks: mpi_group(comm.Create_group(comm.Get_group().Incl(list(ranks)))),
+        clone=lambda count: (transport, *(mpi_transport(comm.Clone()) for _ in range(count - 1))),
+    )
+
+
+def mpi_placement() -> Placement:
+    """Replicas of one device a process, without a mesh: what is equal everywhere and what is a rank's own are alike."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
+        del in_specs, out_specs
+        return jax.jit(f, donate_argnums=tuple(donate))
+
+    def place(tree: Any, spec: PartitionSpec) -> Any:
+        del spec
+        return jax.tree.map(partial(placed, sharding=here), tree)
+
+    return Placement(
+        axis_name=None,
+        per_replica=REPLICATED,
+        replicas_in_array=1,
+        shares_cores=False,
+        view=WHOLE,
+        spec=lambda x: REPLICATED,
+        program=program,
+        place=place,
+        feed=lambda rows: rows,
+    )
+
+
+def mpi_transport(comm: Any) -> Transport:
+    """Collectives of mpi4py between programs.
+
+    mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less often,
+    leaves it free. In several messages one is on the wire while another is being added up.
+
+    Args:
+      comm: an mpi4py communicator that nothing else uses.
+
+    Returns:
+      The transport.
     """
     from mpi4py import MPI
 
-    wire, hosts, between = comm.Clone(), comm.Clone(), comm.Clone()
-    device, like = jax.local_devices()[0], landing()
-    here = jax.sharding.SingleDeviceSharding(device)
+    device, like = jax.local_devices()[0], receive_buffers()
 
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
-        del in_specs, out_specs  # one device a process: equal everywhere and its own are the same array
-        return jax.jit(f, donate_argnums=tuple(donate))
-
-    def reduce(x: jax.Array) -> jax.Array:
+    def all_reduce(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
-        # mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less
-        # often, leaves it free. In several messages one is on the wire while another is being added up.
         sent = jax.device_get(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
-        requests = [between.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
+        requests = [comm.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
         wait = FIRST_WAIT_S
         while not MPI.Request.Testall(requests):
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
         return jax.device_put(received, device).astype(x.dtype)
 
-    def place(tree: Any, spec: PartitionSpec) -> Any:
-        del spec
-        return jax.tree.map(partial(placed, sharding=here), tree)
+    return Transport(all_reduce)
 
-    def gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
-        rows = np.empty((hosts.size, data.size), np.uint8)
-        hosts.Allgather(np.ascontiguousarray(data), rows)
+
+def mpi_hosts(comm: Any) -> Hosts:
+    """Collectives of mpi4py between hosts.
+
+    Args:
+      comm: an mpi4py communicator that nothing else uses.
+
+    Returns:
+      The hosts.
+    """
+
+    def all_gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
+        rows = np.empty((comm.size, data.size), np.uint8)
+        comm.Allgather(np.ascontiguousarray(data), rows)
         return rows
 
-    def send(data: Bytes, root: int) -> Bytes:
+    def broadcast(data: Bytes, root: int) -> Bytes:
         data = np.array(data)
-        hosts.Bcast(data, root=root)
+        comm.Bcast(data, root=root)
         return data
 
-    return Member(
-        axis_name=None,
-        own=EVERYWHERE,
-        share=1,
-        crowded=False,
-        view=WHOLE,
-        spec=lambda x: EVERYWHERE,
-        program=program,
-        communicator=mpi_communicator(wire),
-        reduce=reduce,
-        place=place,
-        feed=lambda rows: rows,
-        gather=gather,
-        send=send,
-        recovery=Recovery(mpi_meet(comm.Clone())),
-    )
+    return Hosts(all_gather, broadcast)
+
+
+def receive_buffers() -> Callable[[Shaped[np.ndarray, " n"]], Shaped[np.ndarray, " n"]]:
+    """Makes a function that gives arrays to receive into; call it from one thread at a time.
+
+    Fresh memory is paid for page by page, when it is first written to: it is used again as soon as nobody reads it.
+
+    Returns:
+      `like(x)` → an array of the size and dtype of `x` with arbitrary content, aligned so that XLA takes it over
+      without a copy. Its memory is given out again when it and everything that looks into it (views, JAX arrays) is
+      gone.
+
+    Example:
+      >>> import numpy as np
+      >>> like = receive_buffers()
+      >>> first = like(np.zeros(3))
+      >>> address = first.ctypes.data
+      >>> del first
+      >>> like(np.ones(3)).ctypes.data == address
+      True
+    """
+    idle: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def like(x: Shaped[np.ndarray, " n"]) -> Shaped[np.ndarray, " n"]:
+        spare = idle[x.nbytes]
+        room = spare.pop() if spare else _aligned(x.nbytes)
+        # Over a memoryview, `.data`: views of it then keep this very array alive, and not only the memory below.
+        view = np.frombuffer(room.data, x.dtype)
+        weakref.finalize(view, spare.append, room)
+        return view
+
+    return like
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room[begin : begin + nbytes]

@@ -1,32 +1,82 @@
-"""Where the parts of arrays lie among the devices of one replica.
+"""Where the programs of replicas run, and where their arrays lie.
 
-Replicas lie along one axis of a mesh; along the others the user places arrays as any JAX array is placed.
+Everything above is written once, for one replica: `program` turns a function of one replica into a program that runs on
+all of them, and `place` brings a process's own arrays to where programs take them. Replicas lie along one axis of a
+mesh; along the others the user places arrays as any JAX array is placed.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 
-from fddp.comm.member import Member
+from fddp.jax_internals import ClosedJaxpr, asked_for
+
+# What is equal on all replicas.
+REPLICATED = PartitionSpec()
+# What a replica of one device sees of the mesh.
+WHOLE = AbstractMesh((), ())
 
 
-def other_axes(member: Member) -> tuple[str, ...]:
-    """The axes along which the devices of one replica lie."""
-    return member.view.auto_axes
+class Placement(NamedTuple):
+    """The devices of a group's replicas, as programs and arrays see them."""
+
+    axis_name: str | None
+    """Name of the mesh axis for collectives inside a loss; None where there is no mesh."""
+    per_replica: PartitionSpec
+    """Spec of what every replica has for itself: concatenated over replicas along dim 0."""
+    replicas_in_array: int
+    """The number of replicas whose rows such an array holds."""
+    shares_cores: bool
+    """Whether several devices of this process share its cores: one step must then end before the next begins."""
+    view: AbstractMesh
+    """The mesh as the function of a replica of several devices sees it: XLA partitions along the other axes."""
+    spec: Callable[[Any], PartitionSpec]
+    """Where the parts of an array lie along those axes, as its user placed it."""
+    program: Callable[..., jax.stages.Wrapped]
+    """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
+    place: Callable[[Any, PartitionSpec], Any]
+    """`place(tree, spec)`: this process's arrays (its own rows, for `per_replica`) as arguments of a program."""
+    feed: Callable[[Any], Any]
+    """This process's rows as arguments of one program; `place` is for what several programs read, and dearer."""
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """The axes along which the devices of one replica lie."""
+        return self.view.auto_axes
 
 
-def specs(member: Member, tree: Any) -> Any:
+def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The program of a function of one replica, and the shapes of what it returns; nothing runs."""
+    axes = [(placement.axis_name, placement.replicas_in_array)] if placement.axis_name else None
+    with jax.sharding.use_abstract_mesh(placement.view):
+        return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*args)
+
+
+def add_replica_dim(tree: Any) -> Any:
+    """What a replica has for itself, as it crosses a program's border: with a first dim, along which replicas lie."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def drop_replica_dim(tree: Any) -> Any:
+    """The inverse of `add_replica_dim`."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def specs(placement: Placement, tree: Any) -> Any:
     """Where the parts of each array lie: a `PartitionSpec` over the other axes for each leaf."""
-    return jax.tree.map(member.spec, tree)
+    return jax.tree.map(placement.spec, tree)
 
 
-def parts(member: Member, tree: Any) -> Any:
+def parts(placement: Placement, tree: Any) -> Any:
     """The shapes of the parts that one device holds of each array."""
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
-        cuts = [math.prod(member.view.shape[axis] for axis in _axes(entry)) for entry in member.spec(x)]
+        cuts = [math.prod(placement.view.shape[axis] for axis in _axes(entry)) for entry in placement.spec(x)]
         shape = jnp.shape(x)
         kept = tuple(n // cut for n, cut in zip(shape, cuts)) + shape[len(cuts) :]
         return jax.ShapeDtypeStruct(kept, jnp.result_type(x))
@@ -34,21 +84,40 @@ def parts(member: Member, tree: Any) -> Any:
     return jax.tree.map(part, tree)
 
 
-def laid_out(member: Member, tree: Any, where: Any) -> Any:
+def laid_out(placement: Placement, tree: Any, where: Any) -> Any:
     """Says to XLA, inside a program, where the parts of each array are to lie.
 
     Args:
-      member: how this process takes part.
+      placement: the devices of the replicas.
       tree: arrays.
       where: a tree like it, from `specs`.
 
     Returns:
       The arrays.
     """
-    if not other_axes(member):
+    if not placement.other_axes:
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, where)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def placed(x: Any, sharding: Sharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.sharding == sharding):
+        return x
+    if not hasattr(x, "dtype"):  # a number of Python's
+        x = np.asarray(x, jnp.result_type(x))
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = from_process(sharding, jax.random.key_data(x))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return from_process(sharding, x)
+
+
+def from_process(sharding: Sharding, x: Any) -> jax.Array:
+    """This process's part of an array over several, as a transfer that is asked for."""
+    with asked_for():
+        return jax.make_array_from_process_local_data(sharding, np.asarray(jax.device_get(x)))

@@ -45,7 +45,7 @@ def round_robin(groups: Sequence[Group]) -> Group:
         raise ValueError("round_robin needs at least one group, got none.")
     first = groups[0]
     verify(first, "groups for round_robin", lambda: _described(groups))
-    return replace(first, member=first.member._replace(lanes=first.beside(len(groups))))
+    return replace(first, transport=first.transport._replace(clones=first.clone(len(groups))))
 
 
 def _described(groups: Sequence[Group]) -> list[str]:
@@ -61,4 +61,4 @@ def _described(groups: Sequence[Group]) -> list[str]:
 
 def _form(group: Group) -> str:
     along = f" along {group.axis_name!r}" if group.axis_name else ""
-    return f"{group.size} replicas of backend {group.backend!r}{along} on processes {list(group.world)}"
+    return f"{group.size} replicas of backend {group.backend!r}{along} on processes {list(group.global_ranks)}"

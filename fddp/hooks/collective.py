@@ -57,7 +57,7 @@ def all_reduce(
     if jax.tree.leaves(memory):
         raise ValueError(f"{hook} remembers things from step to step: use it with fddp.train_step.")
     if group is not None:
-        comm = group.member.communicator
+        comm = group.communicator
     else:
         comm = axis_communicator(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
     sums = [

@@ -6,33 +6,33 @@ from typing import Any
 
 import jax
 
-from fddp.comm import EVERYWHERE, Member
+from fddp.comm import REPLICATED, Group
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.send import Memory, Sent, bytes_of, remembered, sending
 from fddp.schedules.timeline import Span, Timeline
 
 
-def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
+def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """The baseline: traffic starts when the backward is done, one all-reduce at a time (paper, section 3.2.1).
 
     Args:
-      member: the replicas' programs and sums.
+      group: the replicas.
       pieces: the step.
       donate: whether the last program may reuse the state's memory.
 
     Returns:
       The runner.
     """
-    own, send = member.own, sending(member, pieces.reductions)
-    local = member.program(pieces.local, (EVERYWHERE, own, own), own)
-    in_specs = (EVERYWHERE, EVERYWHERE, own, EVERYWHERE)
-    finish = member.program(pieces.finish, in_specs, EVERYWHERE, donate=(0,) if donate else ())
+    own, send = group.placement.per_replica, sending(group, pieces.reductions)
+    local = group.placement.program(pieces.local, (REPLICATED, own, own), own)
+    in_specs = (REPLICATED, REPLICATED, own, REPLICATED)
+    finish = group.placement.program(pieces.finish, in_specs, REPLICATED, donate=(0,) if donate else ())
     spans: list[Span] = []
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         spans.clear()
         clock = perf_counter()
-        wires, kept = jax.block_until_ready(local(state, pending, member.feed(rows)))
+        wires, kept = jax.block_until_ready(local(state, pending, group.placement.feed(rows)))
         spans.append(Span("compute", "backward", clock, perf_counter()))
         sends: list[Sent] = []
         for wire in wires.arrays:
@@ -40,7 +40,7 @@ def after(member: Member, pieces: Pieces, donate: bool) -> Runner:
         spans.extend(one.span for one in sends)
         clock = perf_counter()
         wires = replace(wires, arrays=tuple(one.total for one in sends))
-        result = jax.block_until_ready(finish(state, wires, kept, bytes_of(member, sends)))
+        result = jax.block_until_ready(finish(state, wires, kept, bytes_of(group, sends)))
         spans.append(Span("update", "update", clock, perf_counter()))
         return result, remembered(sends, memory)
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 
-from fddp.comm import EVERYWHERE, Member, lifted, lowered
+from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import all_summed
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.send import Memory
 
 
-def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
+def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """One XLA program with an all-reduce per bucket in it; XLA's scheduler overlaps where it can (GPU, TPU).
 
     Args:
-      member: the replicas' programs and sums.
+      group: the replicas.
       pieces: the step.
       donate: whether the program may reuse the state's memory.
 
@@ -26,26 +26,28 @@ def fused(member: Member, pieces: Pieces, donate: bool) -> Runner:
 
     def step(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         wires, kept = pieces.local(state, pending, rows)
-        mine = (*lowered(memory), *repeat((), len(wires.arrays) - len(memory)))
-        totals, new, sent = all_summed(member.communicator, pieces.reductions, wires.arrays, mine)
+        mine = (*drop_replica_dim(memory), *repeat((), len(wires.arrays) - len(memory)))
+        totals, new, sent = all_summed(group.communicator, pieces.reductions, wires.arrays, mine)
         result = pieces.finish(state, replace(wires, arrays=totals), kept, sent)
-        return result, lifted(new[: len(memory)])
+        return result, add_replica_dim(new[: len(memory)])
 
-    own = member.own
-    program = member.program(step, (EVERYWHERE, own, own, own), (EVERYWHERE, own), donate=(0, 2) if donate else ())
+    own = group.placement.per_replica
+    program = group.placement.program(
+        step, (REPLICATED, own, own, own), (REPLICATED, own), donate=(0, 2) if donate else ()
+    )
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        given = (state, pending, memory, member.feed(rows))
+        given = (state, pending, memory, group.placement.feed(rows))
         try:
             result = program(*given)
         except BaseException:
             program.lower(*given)  # what cannot be traced has sent nothing, and fails here once more
-            member.recovery.sends()
+            group.recovery.sends()
             raise
-        member.recovery.sends()
-        return jax.block_until_ready(result) if member.crowded else result
+        group.recovery.sends()
+        return jax.block_until_ready(result) if group.placement.shares_cores else result
 
     def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
-        return program.lower(state, pending, memory, member.feed(rows))
+        return program.lower(state, pending, memory, group.placement.feed(rows))
 
     return Runner(run, lower, None)

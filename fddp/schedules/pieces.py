@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fddp.buckets import Wires
-from fddp.comm import Member
+from fddp.comm import Group
 from fddp.hooks import Reduction
 from fddp.schedules.send import Memory
 from fddp.schedules.timeline import Timeline
@@ -39,5 +39,5 @@ class Runner(NamedTuple):
     """When the last step computed and communicated, where it is several programs."""
 
 
-# (member, pieces, donate) -> runner; donate: whether the step may reuse the state's memory
-Schedule = Callable[[Member, Pieces, bool], Runner]
+# (group, pieces, donate) -> runner; donate: whether the step may reuse the state's memory
+Schedule = Callable[[Group, Pieces, bool], Runner]

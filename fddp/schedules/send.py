@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from fddp.comm import EVERYWHERE, MOST, Member, lifted, lowered, psum_bytes
+from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim, psum_bytes
 from fddp.hooks import PLAIN, Reduction, all_finite, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
@@ -30,25 +30,25 @@ class Sent(NamedTuple):
     """Whether a hook's sum is; the same on all ranks."""
 
 
-def sending(member: Member, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
+def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
     """Makes a function that sends a wire and blocks the calling thread until it is back.
 
     Args:
-      member: the replicas.
+      group: the replicas.
       reductions: how the first wires are summed; further ones plainly.
 
     Returns:
       `send(k, memory, first, wire)`: the sum of wire k; `first()` is wire 0, come back.
     """
-    own, lanes = member.own, lanes_of(member, reductions)
+    own, lanes = group.placement.per_replica, lanes_of(group, reductions)
 
     def program(reduction: Reduction) -> Callable[..., Any]:
         def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
-            total, mine, sent = summed(member.communicator, reduction, None, wire, lowered(mine))
-            return total, lifted(mine), sent, all_finite(total)
+            total, mine, sent = summed(group.communicator, reduction, None, wire, drop_replica_dim(mine))
+            return total, add_replica_dim(mine), sent, all_finite(total)
 
         # What is remembered is not donated: `remembered` may still want it.
-        return member.program(run, (own, own), (EVERYWHERE, own, EVERYWHERE, EVERYWHERE))
+        return group.placement.program(run, (own, own), (REPLICATED, own, REPLICATED, REPLICATED))
 
     programs = [program(reduction) for reduction in reductions]
 
@@ -56,14 +56,14 @@ def sending(member: Member, reductions: Sequence[Reduction]) -> Callable[..., Se
         start = perf_counter()
         reduction = reductions[k] if k < len(reductions) else PLAIN
         mine = memory[k] if k < len(memory) else ()
-        size, finite = wire.size // member.share, True
+        size, finite = wire.size // group.placement.replicas_in_array, True
         if reduction.leaves is not None and not jax.device_get(first().total)[list(reduction.leaves)].any():
-            total, sent, size = member.place(np.zeros(size, wire.dtype), EVERYWHERE), 0, 0
+            total, sent, size = group.placement.place(np.zeros(size, wire.dtype), REPLICATED), 0, 0
         elif reduction.apply is None:
-            member.recovery.sends()
-            total, sent = lanes[k % len(lanes)].reduce(wire), psum_bytes(member.communicator, size, wire.dtype)
+            group.recovery.sends()
+            total, sent = lanes[k % len(lanes)].all_reduce(wire), psum_bytes(group.communicator, size, wire.dtype)
         else:
-            member.recovery.sends()
+            group.recovery.sends()
             with asked_for():  # a collective of MPI takes a token along, which is new in each thread
                 total, mine, sent, finite = jax.block_until_ready(programs[k](wire, mine))
         nbytes = size * wire.dtype.itemsize
@@ -78,13 +78,13 @@ def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
     return tuple(one.memory for one in sends[: len(memory)]) if all(one.finite for one in sends) else memory
 
 
-def lanes_of(member: Member, reductions: Sequence[Reduction]) -> tuple[Member, ...]:
+def lanes_of(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
     """What carries the wires between programs, in turn; hooks share one communicator, where two at once would mix."""
     hooked = any(reduction.apply for reduction in reductions)
-    return (member,) if hooked or not member.lanes else member.lanes
+    return (group.transport,) if hooked or not group.transport.clones else group.transport.clones
 
 
-def bytes_of(member: Member, sends: Sequence[Sent]) -> UInt32[jax.Array, " wires"]:
+def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[jax.Array, " wires"]:
     """What each replica sent for each wire (at most 2³² − 1 bytes are told), as an argument of a program."""
     nbytes = jax.device_get([send.nbytes for send in sends])
-    return member.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), EVERYWHERE)
+    return group.placement.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), REPLICATED)

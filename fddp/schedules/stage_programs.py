@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from fddp.buckets import sub_byte
-from fddp.comm import Member
+from fddp.comm import Placement
 from fddp.jax_internals import ClosedJaxpr, Jaxpr, callbacks, inner_programs, make_program
 from fddp.jaxpr import Stage, cut
 
@@ -43,7 +43,7 @@ class Relay:
 
 
 def relay(
-    member: Member,
+    placement: Placement,
     closed: ClosedJaxpr,
     groups: Sequence[Sequence[int]],
     given: Sequence[jax.ShapeDtypeStruct],
@@ -54,7 +54,7 @@ def relay(
     """Cuts a program of one replica and compiles its stages.
 
     Args:
-      member: the replicas.
+      placement: where the programs of the replicas run.
       closed: the program.
       groups: numbers of its outputs, for each stage.
       given: the form of each of its inputs, as all replicas together have it.
@@ -93,10 +93,10 @@ def relay(
             handed = len(stage.writes)
             return [value[None] for value in made[:handed]] + made[handed:]
 
-        in_specs = tuple(specs[number] if number < inputs else member.own for number in stage.reads)
-        out_specs = [member.own] * len(stage.writes) + [out_spec] * len(group)
+        in_specs = tuple(specs[number] if number < inputs else placement.per_replica for number in stage.reads)
+        out_specs = [placement.per_replica] * len(stage.writes) + [out_spec] * len(group)
         read = [forms[number] for number in stage.reads]
-        jitted = member.program(body, in_specs, out_specs, donate=usable(stage, group))
+        jitted = placement.program(body, in_specs, out_specs, donate=usable(stage, group))
         traced = jitted.trace(*read)
         forms.update(zip(stage.writes, traced.out_info))
         lowered = traced.lower()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.comm import EVERYWHERE, Member, trace
+from fddp.comm import REPLICATED, Group, trace
 from fddp.jax_internals import with_configuration, without_jit
 from fddp.jaxpr import arrivals
 from fddp.schedules.pieces import Pieces, Runner
@@ -22,21 +22,25 @@ from fddp.schedules.stage_programs import Relay, relay
 from fddp.schedules.timeline import Span, Timeline
 
 
-def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
+def staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """The backward cut where buckets become ready: the main thread runs stages, another sends what they made.
 
     For hosts whose XLA overlaps nothing by itself (CPU). All-reduces leave in plan order on every rank, one at a time
-    on each lane of the member.
+    on each of the clones of the transport.
 
     Args:
-      member: the replicas' programs and sums.
+      group: the replicas.
       pieces: the step.
       donate: whether the last program may reuse the state's memory.
 
     Returns:
       The runner; stages are cut and compiled once for each form of its arguments.
     """
-    own, lanes, send = member.own, lanes_of(member, pieces.reductions), sending(member, pieces.reductions)
+    own, lanes, send = (
+        group.placement.per_replica,
+        lanes_of(group, pieces.reductions),
+        sending(group, pieces.reductions),
+    )
     cuts: dict[Any, Cut] = {}
     spans: list[Span] = []
 
@@ -46,12 +50,12 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
                 "under jax.disable_jit() a loss runs operation by operation, and schedule='staged' has cut it into "
                 "compiled stages: make the step with schedule='fused' or 'after' to look inside."
             )
-        rows = member.place(rows, own)
+        rows = group.placement.place(rows, own)
         (equal, of_state), (mine, of_rest) = jax.tree.flatten(state), jax.tree.flatten((pending, rows))
         leaves = [*equal, *mine]
         form = (of_state, of_rest, tuple((x.shape, x.dtype) for x in leaves))
         if form not in cuts:
-            cuts[form] = cut_step(member, pieces, donate, state, pending, rows)
+            cuts[form] = cut_step(group, pieces, donate, state, pending, rows)
         now = cuts[form]
         spans.clear()
         # Threads live as long as the step: nothing is left behind, whatever happens.
@@ -60,7 +64,7 @@ def staged(member: Member, pieces: Pieces, donate: bool) -> Runner:
         try:
             sender = with_configuration(partial(send, memory=memory))
             sends, kept = _launch(now.backward, leaves, sender, threads, spans)
-            result = land(member, now.update, equal, [one.result for one in sends], kept, spans)
+            result = land(group, now.update, equal, [one.result for one in sends], kept, spans)
         finally:
             # Nothing is called off: after an error, too, each lane sends what was made before, the same on all ranks.
             for thread in threads:
@@ -83,11 +87,11 @@ class Cut(NamedTuple):
     """Structure of what that makes."""
 
 
-def cut_step(member: Member, pieces: Pieces, donate: bool, state: Any, pending: Any, rows: Any) -> Cut:
+def cut_step(group: Group, pieces: Pieces, donate: bool, state: Any, pending: Any, rows: Any) -> Cut:
     """Cuts a step where wires leave, and where they come back.
 
     Args:
-      member: the replicas.
+      group: the replicas.
       pieces: the step.
       donate: whether updates may reuse the state's memory.
       state: arguments, or their forms.
@@ -97,31 +101,31 @@ def cut_step(member: Member, pieces: Pieces, donate: bool, state: Any, pending: 
     Returns:
       Both halves, compiled.
     """
-    own = member.own
+    own = group.placement.per_replica
 
     def scaled(x: Any, times: int = 1, parts: int = 1) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((x.shape[0] * times // parts, *x.shape[1:]) if x.ndim else (), x.dtype)
 
     equal, all_mine = jax.tree.map(scaled, state), jax.tree.map(scaled, (pending, rows))
-    mine = jax.tree.map(partial(scaled, parts=member.share), all_mine)
-    closed, (wires, kept) = trace(member, pieces.local, equal, *mine)
+    mine = jax.tree.map(partial(scaled, parts=group.placement.replicas_in_array), all_mine)
+    closed, (wires, kept) = trace(group.placement, pieces.local, equal, *mine)
     states, count = len(jax.tree.leaves(equal)), len(wires.arrays)
     given = jax.tree.leaves((equal, all_mine))
-    specs = [EVERYWHERE] * states + [own] * (len(given) - states)
+    specs = [REPLICATED] * states + [own] * (len(given) - states)
     groups = [[k] for k in range(count)]
     groups[-1] += range(count, len(closed.out_avals))
-    backward = relay(member, closed, groups, given, specs, own)
+    backward = relay(group.placement, closed, groups, given, specs, own)
 
     sent = jax.ShapeDtypeStruct((count,), np.uint32)
-    closed, result = trace(member, pieces.finish, equal, wires, kept, sent)
-    all_kept = jax.tree.leaves(jax.tree.map(partial(scaled, times=member.share), kept))
+    closed, result = trace(group.placement, pieces.finish, equal, wires, kept, sent)
+    all_kept = jax.tree.leaves(jax.tree.map(partial(scaled, times=group.placement.replicas_in_array), kept))
     given = [*jax.tree.leaves((equal, wires)), *all_kept, sent]
-    specs = [EVERYWHERE] * (states + count) + [own] * len(all_kept) + [EVERYWHERE]
+    specs = [REPLICATED] * (states + count) + [own] * len(all_kept) + [REPLICATED]
     # How much was sent is known when all of it is back.
     back = arrivals(closed, {states + k: k for k in range(count)} | {len(given) - 1: count - 1})
     when = [_used(k, count) for k in back]
     groups = [[number for number, k in enumerate(when) if k == wire] for wire in range(count)]
-    update = relay(member, closed, groups, given, specs, EVERYWHERE, donate=range(states) if donate else ())
+    update = relay(group.placement, closed, groups, given, specs, REPLICATED, donate=range(states) if donate else ())
     return Cut(backward, update, jax.tree.structure(result))
 
 
@@ -176,7 +180,7 @@ def _follow(before: Sequence[Future[Sent]], send: Callable[..., Sent], *args: An
 
 
 def land(
-    member: Member,
+    group: Group,
     update: Relay,
     leaves: Sequence[jax.Array],
     back: Sequence[Callable[[], Sent]],
@@ -186,7 +190,7 @@ def land(
     """Uses wires as they come back, while later ones travel.
 
     Args:
-      member: the replicas.
+      group: the replicas.
       update: the second half of a step.
       leaves: of the state.
       back: for each wire, what waits until it is back.
@@ -198,11 +202,11 @@ def land(
     """
     values, out = dict[int, Any](enumerate(leaves)), dict[int, jax.Array]()
     values.update(enumerate(kept, len(leaves) + len(back)))
-    for k, group in enumerate(update.groups):
+    for k, outputs in enumerate(update.groups):
         values[len(leaves) + k] = back[k]().total
         if k == len(back) - 1:
-            values[len(leaves) + len(back) + len(kept)] = bytes_of(member, [one() for one in back])
+            values[len(leaves) + len(back) + len(kept)] = bytes_of(group, [one() for one in back])
         clock = perf_counter()
-        out.update(zip(group, jax.block_until_ready(update.run(k, values))))
+        out.update(zip(outputs, jax.block_until_ready(update.run(k, values))))
         spans.append(Span("update", f"update {k}", clock, perf_counter()))
     return [out[number] for number in range(len(out))]

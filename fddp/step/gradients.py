@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.comm import EVERYWHERE, Group
+from fddp.comm import REPLICATED, Group
 from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
 from fddp.step.checks import refuse_tracers
@@ -67,7 +67,7 @@ def value_and_grad(
         refuse_tracers((params, batch))
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
-        state = reducer.group.member.place(state, EVERYWHERE)
+        state = reducer.group.placement.place(state, REPLICATED)
         hook_state = reducer.recipe.remembered(state.params)
         if jax.tree.leaves(hook_state):
             raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")

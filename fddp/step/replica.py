@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Wires, from_words, make_plan, pack_parts, to_words, unpack_parts
-from fddp.comm import Member, lifted, lowered, other_axes, parts
+from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
@@ -30,8 +30,8 @@ class Recipe:
 
     objective: Objective
     """The loss."""
-    member: Member
-    """What carries the replicas' programs."""
+    group: Group
+    """The replicas."""
     options: Options
     """How to bucket, accumulate and send."""
     use: Callable[[TrainState, Mean], Any]
@@ -48,7 +48,7 @@ class Recipe:
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        return pack_parts(other_axes(self.member), plan, grads, tail, where), lifted(kept)
+        return pack_parts(self.group.placement.other_axes, plan, grads, tail, where), add_replica_dim(kept)
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
         """How the wires are summed over replicas."""
@@ -57,12 +57,12 @@ class Recipe:
 
     def finish(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
         """The result of a step, from the sums over all replicas."""
-        came, (used, sums, buffers) = unpack_parts(other_axes(self.member), plan, wires, where)
+        came, (used, sums, buffers) = unpack_parts(self.group.placement.other_axes, plan, wires, where)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
-        model_state = self._landed(buffers, state) if self.options.broadcast_buffers else lowered(kept)
+        model_state = self._landed(buffers, state) if self.options.broadcast_buffers else drop_replica_dim(kept)
         used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan, chosen, means.grads)
         # Whatever leads, bucket k's bytes are number k.
@@ -74,7 +74,7 @@ class Recipe:
         asks_first = self.options.skip_all_reduce_unused_params
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
-        plan = make_plan(parts(self.member, params), order=order, **self.options.caps)
+        plan = make_plan(parts(self.group.placement, params), order=order, **self.options.caps)
         return replace(plan, exact=self.options.hook is None and not asks_first, early=asks_first)
 
     def remembered(self, params: Any) -> Any:
@@ -82,11 +82,11 @@ class Recipe:
         if self.options.hook is None:
             return ()
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
-        return lifted(jax.tree.map(self.options.hook.init, forms))
+        return add_replica_dim(jax.tree.map(self.options.hook.init, forms))
 
     def memory_form(self, params: Any) -> Any:
         """What the hooks of all replicas remember, as shapes."""
-        share = self.member.share
+        share = self.group.placement.replicas_in_array
         forms = jax.eval_shape(self.remembered, params)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
 
@@ -111,7 +111,7 @@ class Recipe:
     def hold(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
         """What is pending when these rows are added, and their own mean loss and aux."""
         sums, pending = self._gather(state, pending, rows)
-        return lifted(pending), mean(sums._replace(grads=()))
+        return add_replica_dim(pending), mean(sums._replace(grads=()))
 
     def one(self, state: TrainState, part: Any) -> Sums:
         """The contribution of one micro-batch."""
@@ -142,7 +142,7 @@ class Recipe:
 
     def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
-        was = _start(state) if pending is None else lowered(pending)
+        was = _start(state) if pending is None else drop_replica_dim(pending)
         objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
 
         def add(pending: Pending, part: Any) -> Pending:
@@ -154,7 +154,7 @@ class Recipe:
         return now.sums, now._replace(sums=plus(in_unit(was, now.unit), now.sums))
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
-        return folded(state.rng, state.step, pending.micro_batches, self.member.communicator.number())
+        return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.number())
 
     def _buffers(self, model_state: Any, rows: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
@@ -162,7 +162,7 @@ class Recipe:
             return None, model_state
         # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
         leads = rows.leads if isinstance(rows, Joined) else None
-        mine = self.member.communicator.number() == 0 if leads is None else jnp.any(leads)
+        mine = self.group.communicator.number() == 0 if leads is None else jnp.any(leads)
         active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
@@ -178,7 +178,7 @@ class Recipe:
         if buffers is None:
             return None
         totals, count = buffers
-        of = self.member.communicator.size if count is None else jnp.maximum(count, 1)
+        of = self.group.communicator.size if count is None else jnp.maximum(count, 1)
 
         def land(old: Array, total: Array) -> Array:
             new = (total / of).astype(old.dtype) if self._averaged(old) else from_words(total, old)

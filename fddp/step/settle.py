@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from fddp.buckets import BucketPlan
-from fddp.comm import EVERYWHERE, Group, described, other_axes, shortened, specs, trace, verify
+from fddp.comm import REPLICATED, Group, described, shortened, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order, refuse_deleted
 from fddp.losses import Objective, Sums
@@ -41,13 +41,13 @@ class Reducer:
         options: how to bucket, accumulate and send.
         use: (state, mean) → the result of a call; runs on every replica.
         """
-        if options.hook is not None and other_axes(group.member):
+        if options.hook is not None and group.placement.other_axes:
             raise ValueError(
                 f"{options.hook} works on whole buckets, and a replica of this group is several devices, along "
-                f"{', '.join(other_axes(group.member))}; a hook needs replicas of one device each."
+                f"{', '.join(group.placement.other_axes)}; a hook needs replicas of one device each."
             )
         self.group, self.options = group, options
-        self.recipe = Recipe(objective, group.member, options, use)
+        self.recipe = Recipe(objective, group, options, use)
         self.plan: BucketPlan | None = None
         self.where: Any = None
         """A tree like the state: where the parts of each array lie, if a replica is several devices."""
@@ -67,7 +67,7 @@ class Reducer:
         if not self._compared and self.runner.lower and self.group.processes > 1:
             verify_collectives(self.group, self.runner.lower(*arguments))
         self._compared = True
-        with self.group.member.recovery.attempt():
+        with self.group.recovery.attempt():
             result, memory = self.runner.run(*arguments)
         return result, self.recipe.by_leaf(self._settled[0], state.hook_state, memory)
 
@@ -75,8 +75,8 @@ class Reducer:
         """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
         rows = self._rows(state, batch, "no_sync")
         equal, pending, _ = self._arguments(state)
-        accumulated, means = self._hold(equal, pending, self.group.member.feed(rows))
-        if self.group.member.crowded:
+        accumulated, means = self._hold(equal, pending, self.group.placement.feed(rows))
+        if self.group.placement.shares_cores:
             jax.block_until_ready(accumulated)
         return state._replace(accumulated=accumulated), means
 
@@ -100,10 +100,10 @@ class Reducer:
 
     def _arguments(self, state: TrainState) -> tuple[TrainState, Any, Any]:
         """What is equal on all replicas, what is pending, and what is remembered for each wire."""
-        place, own = self.group.member.place, self.group.member.own
+        place, own = self.group.placement.place, self.group.placement.per_replica
         memory = () if self.plan is None else self.recipe.by_wire(self.plan, state.hook_state)
         # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
-        equal = place(state._replace(accumulated=None, hook_state=()), EVERYWHERE)
+        equal = place(state._replace(accumulated=None, hook_state=()), REPLICATED)
         return equal, *place((state.accumulated, memory), own)
 
     def expect(self, params: Any) -> None:
@@ -158,7 +158,7 @@ class Reducer:
         # Where each step skips what it does not use, a later batch may use what this one has no path to.
         later = [i for i in order if i not in reached] if self.options.skip_all_reduce_unused_params else []
         order = [*(i for i in order if i in reached), *later]
-        self.where = where = specs(self.group.member, state._replace(accumulated=None, hook_state=()))
+        self.where = where = specs(self.group.placement, state._replace(accumulated=None, hook_state=()))
         plan = self.recipe.plan(state.params, order)
         self.plan = plan = replace(plan, early=plan.early or schedule == "staged")
         self._left_out = tuple(i for i in self.recipe.chosen(state.params) if i not in order)
@@ -169,10 +169,10 @@ class Reducer:
             self.recipe.reductions(plan, state.params),
             partial(self.recipe.finish, plan, where.params),
         )
-        member, own = self.group.member, self.group.member.own
+        placement, own = self.group.placement, self.group.placement.per_replica
         donated = (1,) if self.options.donate else ()
-        self._hold = member.program(self.recipe.hold, (EVERYWHERE, own, own), (own, EVERYWHERE), donate=donated)
-        self._runner = SCHEDULES[schedule](member, pieces, self.options.donate)
+        self._hold = placement.program(self.recipe.hold, (REPLICATED, own, own), (own, REPLICATED), donate=donated)
+        self._runner = SCHEDULES[schedule](self.group, pieces, self.options.donate)
 
     def _check(self, state: TrainState, batch: Any) -> None:
         leaves = jax.tree.leaves(batch)
@@ -190,10 +190,10 @@ class Reducer:
                 f"{self._replicas} replicas × {self.options.accumulation_steps} micro-batches."
             )
         for pending in jax.tree.leaves(state.accumulated)[:1]:
-            if len(pending) != self.group.member.share:
+            if len(pending) != self.group.placement.replicas_in_array:
                 raise ValueError(
                     f"the state has gradients pending of {len(pending)} replicas, this group has "
-                    f"{self.group.member.share}; synchronize with a step before the number of replicas changes."
+                    f"{self.group.size}; synchronize with a step before the number of replicas changes."
                 )
 
     def _check_paths(self, state: TrainState, batch: Any) -> None:
@@ -212,7 +212,7 @@ class Reducer:
         self._forms.add(form)
 
     def _check_memory(self, state: TrainState) -> None:
-        share = self.group.member.share
+        share = self.group.placement.replicas_in_array
         got, wanted = described("", state.hook_state), described("", self.recipe.memory_form(state.params))
         if got != wanted:
             raise ValueError(
@@ -239,7 +239,7 @@ class Reducer:
             return sums.grads, (sums.loss, sums.aux)
 
         try:
-            closed, (_, told) = trace(self.group.member, program, state, batch)
+            closed, (_, told) = trace(self.group.placement, program, state, batch)
             return closed, told
         except NameError as error:
             unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
@@ -258,7 +258,7 @@ class Reducer:
         def program(state: TrainState, batch: Any) -> None:
             found.append(self.recipe.paths(state, self._part(batch)))
 
-        trace(self.group.member, program, state, batch)
+        trace(self.group.placement, program, state, batch)
         return found[0]
 
     def _part(self, batch: Any) -> Any:
@@ -279,15 +279,16 @@ class Reducer:
                 f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
                 "another thread sends would differ between ranks; use schedule='fused'."
             )
-        if self.options.schedule == "staged" and other_axes(self.group.member):
+        axes = self.group.placement.other_axes
+        if self.options.schedule == "staged" and axes:
             raise ValueError(
-                f"a replica is several devices here (along {', '.join(map(repr, other_axes(self.group.member)))}), and "
+                f"a replica is several devices here (along {', '.join(map(repr, axes))}), and "
                 "schedule='staged' cuts the program of one; use schedule='fused'."
             )
         if self.options.schedule != "auto":
             return self.options.schedule
         cpu_hosts = self.group.processes > 1 and self._replicas == 1 and jax.default_backend() == "cpu"
-        return "staged" if cpu_hosts and not (own or other_axes(self.group.member) or without_jit()) else "fused"
+        return "staged" if cpu_hosts and not (own or axes or without_jit()) else "fused"
 
 
 def _form(batch: Any) -> Any:

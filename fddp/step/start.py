@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.comm import EVERYWHERE, Group, Member, laid_out, specs
+from fddp.comm import REPLICATED, Group, laid_out, specs
 from fddp.jaxpr import merge, split
 
 
@@ -24,24 +24,24 @@ def equal_start(group: Group, tree: Any) -> Any:
       parts along other axes of the mesh stays so.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    apart = [i for i, x in enumerate(leaves) if group.member.spec(x) != EVERYWHERE]
+    apart = [i for i, x in enumerate(leaves) if group.placement.spec(x) != REPLICATED]
     parted, whole = split(apart, leaves)
-    whole = group.member.place(group.broadcast(whole), EVERYWHERE)
-    return treedef.unflatten(merge(apart, _from_first_replica(group.member, parted) if parted else [], whole))
+    whole = group.placement.place(group.broadcast(whole), REPLICATED)
+    return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
 
 
-def _from_first_replica(member: Member, tree: Any) -> Any:
+def _from_first_replica(group: Group, tree: Any) -> Any:
     """Gives every replica the first one's values of arrays that lie in parts, bit for bit, where they lie."""
 
     def broadcast(x: jax.Array) -> jax.Array:
         # Bytes to which only the first replica contributes: exact for any dtype.
         words = x.view(jnp.uint8)
-        return member.communicator.psum(
-            jnp.where(member.communicator.number() == 0, words, jnp.zeros_like(words))
-        ).view(x.dtype)
+        return group.communicator.psum(jnp.where(group.communicator.number() == 0, words, jnp.zeros_like(words))).view(
+            x.dtype
+        )
 
-    where = specs(member, tree)
-    program = member.program(
-        lambda tree: laid_out(member, jax.tree.map(broadcast, tree), where), (EVERYWHERE,), EVERYWHERE
+    where = specs(group.placement, tree)
+    program = group.placement.program(
+        lambda tree: laid_out(group.placement, jax.tree.map(broadcast, tree), where), (REPLICATED,), REPLICATED
     )
-    return program(member.place(tree, EVERYWHERE))
+    return program(group.placement.place(tree, REPLICATED))

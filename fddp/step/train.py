@@ -16,7 +16,7 @@ import optax
 
 import fddp
 from fddp.buckets import BucketPlan
-from fddp.comm import EVERYWHERE, Group, described, laid_out, other_axes, specs, verify
+from fddp.comm import REPLICATED, Group, described, laid_out, specs, verify
 from fddp.losses import check_callable, make_objective
 from fddp.optim import check_needs, optimizer_laid_out, update
 from fddp.runtime import group_of
@@ -60,16 +60,18 @@ class TrainStep:
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
         trained, optimizer = self._reducer.recipe.trained(params), self._optimizer
-        where = specs(group.member, trained)
+        where = specs(group.placement, trained)
 
         def make(trained: Any) -> Any:
             opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-            return optimizer_laid_out(other_axes(group.member), opt_state, trained, where)
+            return optimizer_laid_out(group.placement.other_axes, opt_state, trained, where)
 
-        opt_state = group.member.program(make, (EVERYWHERE,), EVERYWHERE)(trained)
-        hook_state = group.member.program(self._reducer.recipe.remembered, (EVERYWHERE,), group.member.own)(params)
+        opt_state = group.placement.program(make, (REPLICATED,), REPLICATED)(trained)
+        hook_state = group.placement.program(
+            self._reducer.recipe.remembered, (REPLICATED,), group.placement.per_replica
+        )(params)
         self._reducer.expect(params)
-        number = group.member.place(np.zeros((), np.int32), EVERYWHERE)
+        number = group.placement.place(np.zeros((), np.int32), REPLICATED)
         return TrainState(number, params, opt_state, model_state, hook_state, None, rng)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -216,7 +218,7 @@ class TrainStep:
             f"plan {self._reducer.provisional_plan(params).digest}",
             f"{len(jax.tree.leaves(params))} parameters",
             *described("parameter", params),
-            *described("parts of", specs(self._reducer.group.member, params)),
+            *described("parts of", specs(self._reducer.group.placement, params)),
             *described("optimizer", opt_state),
             *described("model_state", model_state),
             *described("rng", rng),
@@ -269,7 +271,7 @@ def train_step(
             trained = reducer.recipe.trained(state.params)
             new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
             state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
-            state = laid_out(group.member, state._replace(step=state.step + 1), reducer.where)
+            state = laid_out(group.placement, state._replace(step=state.step + 1), reducer.where)
             return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
 
         reducer = Reducer(objective, group, settings, use)

@@ -42,18 +42,20 @@ def breakable(group: fddp.Group, lanes: int) -> tuple[fddp.TrainStep, set[str]]:
             time.sleep(0.1 * group.rank)
             raise ArithmeticError(place)
 
-    def member(real: Any) -> Any:
+    def failing(real: Any) -> Any:
         def reduce(wire: jax.Array) -> jax.Array:
             time.sleep(0.02 * group.rank)
-            third = wire.size // real.share // 10 == LEAVES - 2  # loss and weight, two numbers more, ride along
+            third = (
+                wire.size // group.placement.replicas_in_array // 10 == LEAVES - 2
+            )  # loss and weight, two numbers more, ride along
             if third:
                 fail("before a message")
-            total = real.reduce(wire)
+            total = real.all_reduce(wire)
             if third:
                 fail("after a message")
             return total
 
-        return real._replace(reduce=reduce, lanes=tuple(map(member, real.lanes)))
+        return real._replace(all_reduce=reduce, clones=tuple(map(failing, real.clones)))
 
     backward = jax.custom_vjp(lambda w: w)
     backward.defvjp(lambda w: (w, None), lambda _, g: (host(lambda: fail("in a stage"))(g),))
@@ -68,7 +70,7 @@ def breakable(group: fddp.Group, lanes: int) -> tuple[fddp.TrainStep, set[str]]:
 
     group = fddp.round_robin([group] * lanes)
     step = fddp.train_step(
-        loss, optax.GradientTransformation(sgd.init, update), group=replace(group, member=member(group.member)),
+        loss, optax.GradientTransformation(sgd.init, update), group=replace(group, transport=failing(group.transport)),
         schedule="staged", bucket_cap_mb=0, donate=False,
     )  # fmt: skip
     return step, broken

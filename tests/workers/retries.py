@@ -24,9 +24,9 @@ def main(how: str) -> None:
         calls.append(wire.size)
         if len(calls) == 3 * 3 - 1 and (last or how == "late"):  # the second all-reduce of three
             raise ArithmeticError("on purpose")
-        return group.member.reduce(wire)
+        return group.transport.all_reduce(wire)
 
-    breaking = replace(group, member=group.member._replace(reduce=reduce))
+    breaking = replace(group, transport=group.transport._replace(all_reduce=reduce))
 
     def step() -> tuple[fddp.TrainStep, fddp.TrainState]:
         loss = lambda p, x: sum(jnp.mean((w - x) ** 2) for w in p)  # noqa: E731

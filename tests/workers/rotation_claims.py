@@ -53,11 +53,11 @@ def groups_in_turn_train_as_one_does(group: fddp.Group):
 @claim()
 def as_many_sums_run_side_by_side_as_there_are_communicators(group: fddp.Group):
     for count in (1, 3, 5):
-        lanes = fddp.round_robin([group] * count).member.lanes
+        lanes = fddp.round_robin([group] * count).transport.clones
         assert len(lanes) == (count if group.backend == "mpi" else min(count, group.size))
-        own = jnp.full(4, group.rank + 1.0)
+        own = group.placement.place(jnp.full(4, group.rank + 1.0), group.placement.per_replica)
         for link in lanes:
-            assert np.asarray(link.reduce(link.place(own, link.own))).tolist() == [sum(range(1, group.size + 1))] * 4
+            assert np.asarray(link.all_reduce(own)).tolist() == [sum(range(1, group.size + 1))] * 4
 
 
 @claim()

@@ -7,15 +7,16 @@ Source: `jax.experimental.topologies`.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from fddp.analysis.auditing.gpus import CHIPS, Chip
-from fddp.comm import AXIS, Group, Member, mesh_member, replica_mesh
+from fddp.comm import AXIS, Group, Hosts, Recovery, axis_communicator, mesh_placement, mesh_transport, replica_mesh
 from fddp.runtime import missing_compiler
 
 # Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
@@ -74,8 +75,7 @@ class Target:
         Raises:
           RuntimeError: the compiler is missing, or is not the one that belongs to this JAX.
         """
-        member = _compiling(mesh_member(replica_mesh(self._devices()), AXIS))
-        return Group(0, 1, self.size, "nccl", member, lambda ranks: self.group(), (0,), lambda count: (member,))
+        return _compiling(replica_mesh(self._devices()), self.size, lambda ranks: self.group())
 
     def _devices(self) -> list[Any]:
         missing = missing_compiler()
@@ -116,13 +116,27 @@ def read_target(name: str) -> Target:
     return Target(name, CHIPS[found[1]], int(found[2] or 1), int(found[3]))
 
 
-def _compiling(member: Member) -> Member:
-    """A member that is alone and puts nothing anywhere: arrays are their shapes."""
+def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Any], Group]) -> Group:
+    """A group that is alone and puts nothing anywhere: arrays are their shapes."""
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         del spec
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
-    return member._replace(
-        gather=lambda data: data[None], send=lambda data, root: data, feed=lambda rows: rows, place=place
+    placement = mesh_placement(mesh, AXIS)
+    communicator = axis_communicator(AXIS, size, "gpu")
+    transport = mesh_transport(placement, communicator)
+    return Group(
+        rank=0,
+        processes=1,
+        size=size,
+        backend="nccl",
+        global_ranks=(0,),
+        placement=placement._replace(place=place, feed=lambda rows: rows),
+        communicator=communicator,
+        transport=transport,
+        hosts=Hosts(all_gather=lambda data: data[None], broadcast=lambda data, root: data),
+        recovery=Recovery(lambda place, seconds: True),
+        make_subgroup=make_subgroup,
+        clone=lambda count: (transport,),
     )

@@ -252,16 +252,15 @@ def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int =
     Returns:
       The link, the same on every rank.
     """
-    member = group.member
 
     def seconds(size: int) -> float:
-        wire = member.place(np.ones(size // 4, np.float32), member.own)
+        wire = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
         row, times = max(2, LINK_ROW_BYTES // size), []
         for _ in range(rounds + 1):
             group.barrier()
             start = perf_counter()
             for _ in range(row):
-                jax.block_until_ready(member.reduce(wire))
+                jax.block_until_ready(group.transport.all_reduce(wire))
             times.append((perf_counter() - start) / row)
         return median(times[1:])  # the first one compiles
 
