@@ -2,7 +2,7 @@
 travel are told. What hooks do between processes is in `promise_claims.py`, how they train in bench/hooks.py."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _pytest.mark.structures import ParameterSet
 from jax.sharding import PartitionSpec
 from schedules import SCHEDULES
 
@@ -49,6 +50,13 @@ def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -
         total, memory = program(contributions.reshape(-1, *rows.shape[2:]), memory)
         totals.append(np.asarray(total))
     return totals, memory
+
+
+def tier(kinds: Mapping[str, fddp.Hook | None], *quick: str) -> list[ParameterSet]:
+    """Hooks by name; all but some are slow."""
+    return [
+        pytest.param(hook, id=name, marks=[] if name in quick else [pytest.mark.slow]) for name, hook in kinds.items()
+    ]
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -190,7 +198,8 @@ def equal(a: Any, b: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("hook", LOSSY.values(), ids=LOSSY)
+# Quantization does so in test_schedule.py, with all other features.
+@pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
 def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
     ends = [trained(group, hook, schedule=name, accumulation_steps=2) for name in ("fused", "staged", "after")]
     for state, infos in ends[1:]:
@@ -299,10 +308,10 @@ def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
     return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
 
 
-@pytest.mark.parametrize("name", FINITE)
-def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotten(group, x64, name):
+@pytest.mark.parametrize("hook", tier(FINITE, "none", "allreduce", "fp16", "quantize", "topk", "powersgd", "starting"))
+def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotten(group, x64, hook):
     params = zeros(*FLOATS)
-    options: Any = {"group": group(REPLICAS), "hook": FINITE[name], "donate": False}
+    options: Any = {"group": group(REPLICAS), "hook": hook, "donate": False}
     step = fddp.train_step(product, optax.sgd(1.0), **options)
     state, _ = step(step.init(params), pulls(params))
     for k, (leaf, place) in enumerate(PLACES):
@@ -329,7 +338,7 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
     assert np.all(np.isfinite(totals[0])) and np.all(np.isfinite(left))
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged"])
+@SCHEDULES
 @pytest.mark.parametrize("name", ["quantize", "topk", "powersgd", "starting"])
 def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
     options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
