@@ -97,12 +97,12 @@ def test_a_port_that_is_taken_is_an_error_at_once():
 def test_strangers_and_ranks_that_leave_again_do_not_count():
     host, port = "127.0.0.1", free_port()
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(meet, 0, 2, f"{host}:{port}", 60)
-        for call in (b"GET / HTTP/1.1\r\n\r\n", b"", b"fddp: rank 1 of 2\n"):
+        first = threads.submit(meet, 0, 3, f"{host}:{port}", 60)
+        for call in (b"GET / HTTP/1.1\r\n\r\n", b"", b"fddp: rank 1 of 3\n"):
             stranger = connected(host, port)
             stranger.sendall(call)
             stranger.close()
-        outcomes([(1, 2)], f"{host}:{port}", 60)
+        assert outcomes([(1, 3), (2, 3)], f"{host}:{port}", 60) == ["", ""]
         first.result()
 
 
