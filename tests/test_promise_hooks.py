@@ -1,5 +1,5 @@
 """The promise of communication hooks: each bucket is summed as the hook says, on every schedule, and the bytes that
-travel are told. What hooks do between processes is in `promise_claims.py`, how they train in bench/hooks.py."""
+travel are as_uint32. What hooks do between processes is in `promise_claims.py`, how they train in bench/hooks.py."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from schedules import SCHEDULES
 
 import fddp
 from fddp import hooks
-from fddp.comm.communicator import told
+from fddp.comm.communicator import as_uint32
 
 REPLICAS = 4
 RNG = np.random.default_rng(3)
@@ -39,7 +39,6 @@ def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -
     def one(mine: Any, memory: Any) -> tuple[Any, Any]:
         memory = jax.tree.map(lambda x: x[0], memory)
         total, memory = hook.apply(replicas.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
-        replicas.communicator.sent.clear()
         return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
 
     own = replicas.placement.per_replica
@@ -95,7 +94,7 @@ def test_integers_stay_integers(group):
 
 
 def test_more_bytes_than_are_counted_are_told_as_the_most():
-    assert [int(told(sent)) for sent in (5, 2**40, jnp.uint32(7))] == [5, 2**32 - 1, 7]
+    assert [int(as_uint32(sent)) for sent in (5, 2**40, jnp.uint32(7))] == [5, 2**32 - 1, 7]
 
 
 def test_complex_and_whole_numbers_are_not_harmed(group):

@@ -103,7 +103,7 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 
         return call
 
-    communicator = replace(group.communicator, psum=noted("psum", group.communicator.psum))
+    communicator = replace(group.communicator, all_reduce=noted("inside", group.communicator.all_reduce))
     transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
     hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
     return replace(group, communicator=communicator, transport=transport, hosts=hosts), sent
@@ -136,7 +136,7 @@ def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, sche
         state, _ = step.no_sync(state, rows)
     assert sent == []
     step(state, rows)
-    assert sent == ["psum" if schedule == "fused" else "all_reduce"] * 3 == sent[:1] * len(step.plan.buckets)
+    assert sent == ["inside" if schedule == "fused" else "all_reduce"] * 3 == sent[:1] * len(step.plan.buckets)
 
 
 def running(params: Any, x: Any, *, model_state: Any) -> Any:

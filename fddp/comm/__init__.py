@@ -10,10 +10,12 @@ from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
+from fddp.comm.communicator import add_bytes as add_bytes
+from fddp.comm.communicator import all_reduce_bytes as all_reduce_bytes
+from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator
-from fddp.comm.communicator import psum_bytes as psum_bytes
-from fddp.comm.communicator import taken as taken
-from fddp.comm.communicator import told as told
+from fddp.comm.communicator import count_aside as count_aside
+from fddp.comm.communicator import count_bytes as count_bytes
 from fddp.comm.group import Group as Group
 from fddp.comm.mesh import AXIS as AXIS
 from fddp.comm.mesh import mesh_group as mesh_group

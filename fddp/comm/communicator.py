@@ -1,6 +1,6 @@
 """What replicas can say to each other inside a program: collectives over a mesh axis, or MPI's through mpi4jax.
 
-Everything that travels within a program goes through a `Communicator`, which also notes how many bytes that is.
+Everything that travels within a program goes through a `Communicator`; `count_bytes` tells how much that is.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,23 @@ class Communicator:
 
     size: int
     """Number of replicas."""
-    number: Callable[[], Int32[Array, ""]]
-    """The number of this replica."""
-    psum: Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]
+    replica_index: Callable[[], Int32[Array, ""]]
+    """The place of this replica among them."""
+    all_reduce: Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]
     """Sum over replicas."""
     all_to_all: Callable[[Shaped[Array, "replicas n"]], Shaped[Array, "replicas n"]]
     """Row i goes to replica i; row i of the result came from replica i."""
     all_gather: Callable[[Shaped[Array, " n"]], Shaped[Array, "replicas n"]]
     """Every replica's array, on every replica."""
     native16: bool = False
-    """Whether `psum` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
-    sent: list[Any] = field(default_factory=list, compare=False)
-    """What was called while a program is traced: bytes that each replica sends."""
+    """Whether `all_reduce` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
+    sent: list[Any] | None = field(default=None, compare=False)
+    """The bytes of each call so far, inside of `count_bytes`; a list of its own for each count."""
+
+    @property
+    def psum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
+        """JAX's name for `all_reduce`."""
+        return self.all_reduce
 
 
 def axis_communicator(axis_name: str, size: int, platform: str) -> Communicator:
@@ -47,13 +52,13 @@ def axis_communicator(axis_name: str, size: int, platform: str) -> Communicator:
     """
     communicator = Communicator(
         size=size,
-        number=lambda: jax.lax.axis_index(axis_name),
-        psum=lambda x: jax.lax.psum(x, axis_name),
+        replica_index=lambda: jax.lax.axis_index(axis_name),
+        all_reduce=lambda x: jax.lax.psum(x, axis_name),
         all_to_all=lambda rows: jax.lax.all_to_all(rows, axis_name, 0, 0),
         all_gather=lambda x: jax.lax.all_gather(x, axis_name),
         native16=platform != "cpu",
     )
-    return _noting(_of_one(communicator))
+    return _of_one(communicator)
 
 
 def mpi_communicator(comm: Any) -> Communicator:
@@ -70,39 +75,55 @@ def mpi_communicator(comm: Any) -> Communicator:
 
     communicator = Communicator(
         size=comm.size,
-        number=lambda: jnp.int32(comm.rank),
-        psum=lambda x: mpi4jax.allreduce(mpi_word(x), op=MPI.SUM, comm=comm).astype(x.dtype),
+        replica_index=lambda: jnp.int32(comm.rank),
+        all_reduce=lambda x: mpi4jax.allreduce(mpi_word(x), op=MPI.SUM, comm=comm).astype(x.dtype),
         all_to_all=lambda rows: mpi4jax.alltoall(rows, comm=comm),
         all_gather=lambda x: mpi4jax.allgather(x, comm=comm),
     )
-    return _noting(_of_one(communicator))
+    return _of_one(communicator)
 
 
-def taken(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Calls a function that talks to the other replicas, and takes what it sent out of the notes.
+def count_bytes(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Calls a function that talks to the other replicas, and counts what it sends.
 
     Args:
-      comm: what `f` talks over, itself or in other words.
-      f: a function of one replica.
-      *args: its arguments.
+      comm: what it talks over.
+      f: `f(comm, *args)`, a function of one replica.
+      *args: its other arguments.
 
     Returns:
       What it returned, and the bytes that each replica sends in it: a number, or an array where that is known only
       when the program runs. Counted as the best algorithms do it: 2 (p − 1)/p of an array for the sum over p replicas.
     """
-    before = len(comm.sent)
-    result = f(*args)
-    sent = sum(comm.sent[before:])
-    del comm.sent[before:]
+    counting = _counting(comm)
+    result = f(counting, *args)
+    return result, sum(counting.sent or ())
+
+
+def count_aside(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The same inside of a count, which leaves these bytes out: the caller adds them, with `add_bytes`.
+
+    So a branch tells its bytes as a value of the program, and not all branches are counted.
+    """
+    before = len(comm.sent or ())
+    result = f(comm, *args)
+    sent = sum((comm.sent or [])[before:])
+    del (comm.sent or [])[before:]
     return result, sent
 
 
-def told(sent: Any) -> UInt32[Array, ""]:
+def add_bytes(comm: Communicator, sent: Any) -> None:
+    """Adds to the count that the communicator is in, if it is in one."""
+    if comm.sent is not None:
+        comm.sent.append(sent)
+
+
+def as_uint32(sent: Any) -> UInt32[Array, ""]:
     """A count of bytes as programs carry it: at most 2³² − 1."""
     return jnp.asarray(min(sent, MOST) if isinstance(sent, int) else sent, jnp.uint32)
 
 
-def psum_bytes(comm: Communicator, size: int, dtype: Any) -> int:
+def all_reduce_bytes(comm: Communicator, size: int, dtype: Any) -> int:
     """What each replica sends for the sum of so many numbers."""
     itemsize = jnp.dtype(dtype).itemsize
     word = 4 if itemsize == 2 and not comm.native16 else itemsize
@@ -118,21 +139,23 @@ def _of_one(comm: Communicator) -> Communicator:
     """XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well."""
     if comm.size > 1:
         return comm
-    return replace(comm, psum=lambda x: x, all_to_all=lambda rows: rows, all_gather=lambda x: x[None])
+    return replace(comm, all_reduce=lambda x: x, all_to_all=lambda rows: rows, all_gather=lambda x: x[None])
 
 
-def _noting(comm: Communicator) -> Communicator:
-    def noted(f: Callable[[Array], Array], count: Callable[[Array], int]) -> Callable[[Array], Array]:
+def _counting(comm: Communicator) -> Communicator:
+    sent, size = list[Any](), comm.size
+
+    def counted(f: Callable[[Array], Array], count: Callable[[Array], int]) -> Callable[[Array], Array]:
         def call(x: Array) -> Array:
-            comm.sent.append(count(x))
+            sent.append(count(x))
             return f(x)
 
         return call
 
-    size = comm.size
     return replace(
         comm,
-        psum=noted(comm.psum, lambda x: psum_bytes(comm, x.size, x.dtype)),
-        all_to_all=noted(comm.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
-        all_gather=noted(comm.all_gather, lambda x: x.nbytes * (size - 1)),
+        all_reduce=counted(comm.all_reduce, lambda x: all_reduce_bytes(comm, x.size, x.dtype)),
+        all_to_all=counted(comm.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
+        all_gather=counted(comm.all_gather, lambda x: x.nbytes * (size - 1)),
+        sent=sent,
     )

@@ -175,7 +175,7 @@ def mesh_transport(placement: Placement, communicator: Communicator) -> Transpor
     Returns:
       The transport.
     """
-    total = placement.program(communicator.psum, (placement.per_replica,), REPLICATED)
+    total = placement.program(communicator.all_reduce, (placement.per_replica,), REPLICATED)
     return Transport(lambda x: jax.block_until_ready(total(x)) if communicator.size > 1 else x)
 
 

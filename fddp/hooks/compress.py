@@ -38,7 +38,7 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
         answer = _to_int8(arrived, block)
         total = _from_int8(comm.all_gather(answer), block)
         # What is lost when the sum is rounded, too, is remembered by the replica that rounds it.
-        stood = _from_int8(message, block).at[comm.number()].add(_from_int8(answer, block) - arrived)
+        stood = _from_int8(message, block).at[comm.replica_index()].add(_from_int8(answer, block) - arrived)
         return total.reshape(-1)[: x.size], stood.reshape(-1)[: x.size]
 
     return _compressed(reduce, error_feedback, f"quantize(block={block}, error_feedback={error_feedback})")
@@ -82,7 +82,7 @@ def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], er
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         buffer = bucket.buffer
         if not is_float(buffer.dtype):
-            return comm.psum(buffer), state
+            return comm.all_reduce(buffer), state
         if not error_feedback:
             return reduce(comm, buffer)[0].astype(buffer.dtype), state
         wanted = buffer + jnp.concatenate([left.reshape(-1) for left in state])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.comm import Communicator, taken, told
+from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
 from fddp.hooks.hook import GradBucket, Hook, State, allreduce
 
 
@@ -36,14 +36,14 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
         def phase(hook: Hook, name: str) -> Callable[[State], Any]:
             def run(state: State) -> Any:
                 own = tuple(leaf[name] for leaf in state)
-                (total, own), sent = taken(comm, hook.apply, comm, bucket, own)
-                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), told(sent)
+                (total, own), sent = count_aside(comm, hook.apply, bucket, own)
+                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), as_uint32(sent)
 
             return run
 
         early = state[0]["step"] < step
         total, state, sent = jax.lax.cond(early, phase(first, "first"), phase(hook, "then"), state)
-        comm.sent.append(sent)
+        add_bytes(comm, sent)
         return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in state)
 
     return Hook(init, apply, f"starting({step}, {hook.name}, {first.name})")

@@ -54,7 +54,7 @@ class Hook(NamedTuple):
 
 def allreduce() -> Hook:
     """The plain sum (PyTorch's `allreduce_hook`)."""
-    return Hook(nothing, lambda comm, bucket, state: (comm.psum(bucket.buffer), state), "allreduce")
+    return Hook(nothing, lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state), "allreduce")
 
 
 def split(bucket: GradBucket) -> list[Array]:

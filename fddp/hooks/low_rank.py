@@ -137,6 +137,6 @@ def _sums(comm: Communicator, arrays: Sequence[Array]) -> list[Array]:
     """Sums over replicas, in one message."""
     if not arrays:
         return []
-    total = comm.psum(jnp.concatenate([x.reshape(-1) for x in arrays]))
+    total = comm.all_reduce(jnp.concatenate([x.reshape(-1) for x in arrays]))
     pieces = jax.lax.split(total, [x.size for x in arrays])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays)]

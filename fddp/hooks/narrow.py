@@ -35,7 +35,7 @@ def bf16(hook: Hook | None = None) -> Hook:
     hook = hook or allreduce()
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        return hook.apply(replace(comm, psum=partial(_narrow_psum, comm, jnp.bfloat16)), bucket, state)
+        return hook.apply(replace(comm, all_reduce=partial(_narrow_all_reduce, comm, jnp.bfloat16)), bucket, state)
 
     return Hook(hook.init, apply, f"bf16({hook.name})")
 
@@ -60,8 +60,8 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     hook = hook or allreduce()
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        psum = partial(_narrow_psum, comm, jnp.float16, by=predivide or comm.size)
-        return hook.apply(replace(comm, psum=psum), bucket, state)
+        narrow = partial(_narrow_all_reduce, comm, jnp.float16, by=predivide or comm.size)
+        return hook.apply(replace(comm, all_reduce=narrow), bucket, state)
 
     return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
 
@@ -70,17 +70,17 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _narrow_psum(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
+def _narrow_all_reduce(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
     """A sum whose words on the wire have 16 bits; integers go as they are, 16-bit floats in their own dtype."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = _narrow_psum(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
+        parts = _narrow_all_reduce(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
         return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
     if not is_float(x.dtype):
-        return comm.psum(x)
+        return comm.all_reduce(x)
     dtype = x.dtype if x.dtype.itemsize == 2 else dtype
     part = (x / by).astype(dtype)
     if comm.native16:
-        return by * comm.psum(part).astype(x.dtype)
+        return by * comm.all_reduce(part).astype(x.dtype)
     rows = jax.lax.bitcast_convert_type(as_rows(part, comm.size), jnp.uint16)
     part = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
     total = comm.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))

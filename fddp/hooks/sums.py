@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fddp.buckets import Bucket, BucketPlan
-from fddp.comm import Communicator, taken, told
+from fddp.comm import Communicator, as_uint32, count_bytes
 from fddp.hooks.hook import GradBucket, Hook
 
 
@@ -73,13 +73,13 @@ def summed(
       memory: what it remembers for this wire.
 
     Returns:
-      The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are told).
+      The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are as_uint32).
     """
-    apply = reduction.apply or (lambda comm, wire, memory: (comm.psum(wire), memory))
+    apply = reduction.apply or (lambda comm, wire, memory: (comm.all_reduce(wire), memory))
 
     def send() -> tuple[Array, Any, Array]:
-        (total, new), sent = taken(comm, apply, comm, wire, memory)
-        return total, new, told(sent)
+        (total, new), sent = count_bytes(comm, apply, wire, memory)
+        return total, new, as_uint32(sent)
 
     if reduction.leaves is None or mask is None:
         return send()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim, psum_bytes
+from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, all_reduce_bytes, drop_replica_dim
 from fddp.hooks import PLAIN, Reduction, all_finite, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
@@ -61,7 +61,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             total, sent, size = group.placement.place(np.zeros(size, wire.dtype), REPLICATED), 0, 0
         elif reduction.apply is None:
             group.recovery.sends()
-            total, sent = lanes[k % len(lanes)].all_reduce(wire), psum_bytes(group.communicator, size, wire.dtype)
+            total, sent = lanes[k % len(lanes)].all_reduce(wire), all_reduce_bytes(group.communicator, size, wire.dtype)
         else:
             group.recovery.sends()
             with asked_for():  # a collective of MPI takes a token along, which is new in each thread

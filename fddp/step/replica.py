@@ -154,7 +154,7 @@ class Recipe:
         return now.sums, now._replace(sums=plus(in_unit(was, now.unit), now.sums))
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
-        return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.number())
+        return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index())
 
     def _buffers(self, model_state: Any, rows: Any) -> tuple[Any, Any]:
         """What of the buffers is sent, and what each replica keeps."""
@@ -162,7 +162,7 @@ class Recipe:
             return None, model_state
         # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
         leads = rows.leads if isinstance(rows, Joined) else None
-        mine = self.group.communicator.number() == 0 if leads is None else jnp.any(leads)
+        mine = self.group.communicator.replica_index() == 0 if leads is None else jnp.any(leads)
         active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:

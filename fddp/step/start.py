@@ -36,9 +36,8 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
     def broadcast(x: jax.Array) -> jax.Array:
         # Bytes to which only the first replica contributes: exact for any dtype.
         words = x.view(jnp.uint8)
-        return group.communicator.psum(jnp.where(group.communicator.number() == 0, words, jnp.zeros_like(words))).view(
-            x.dtype
-        )
+        mine = jnp.where(group.communicator.replica_index() == 0, words, jnp.zeros_like(words))
+        return group.communicator.all_reduce(mine).view(x.dtype)
 
     where = specs(group.placement, tree)
     program = group.placement.program(
