@@ -1,6 +1,5 @@
 """Packing is lossless: every bit of every leaf comes back, and so does every bit of the tail."""
 
-from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp import make_plan, pack, unpack
+from fddp.buckets.plan import place_scalars
 from fddp.buckets.tail import add_tail, take_tail
 
 FLOATS = [np.dtype(d) for d in (jnp.bfloat16, np.float16, np.float32, np.float64, np.complex64, np.complex128)]
@@ -121,7 +121,7 @@ EXTREMES = {
 def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires, x64):
     plan, buckets = wide_enough(dtype)
     sent = jax.jit(lambda buckets: add_tail(plan, buckets, EXTREMES))(buckets)
-    assert len(sent.arrays) == wires and plan.carrier() == (1 if wires == 3 else None)
+    assert len(sent.arrays) == wires and plan.carrier.bucket == (1 if wires == 3 else None)
     back, tail = jax.jit(lambda sent: take_tail(plan, sent))(sent)
     assert_same_bits((back, tail), (buckets, EXTREMES))
 
@@ -129,7 +129,7 @@ def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires,
 @pytest.mark.parametrize(("early", "sizes"), [(True, [1, 6, 4]), (False, [6, 4, 1])])
 def test_a_tail_that_may_ride_nowhere_travels_first_or_last(early, sizes):
     tree = {"a": jnp.arange(4.0), "b": jnp.arange(6.0)}
-    plan = replace(make_plan(tree, bucket_cap_mb=0), exact=False, early=early)
+    plan = place_scalars(make_plan(tree, bucket_cap_mb=0), exact=False, early=early)
     sent = add_tail(plan, pack(plan, tree), jnp.float32(0.5))
     assert [x.size for x in sent.arrays] == sizes
     buckets, tail = take_tail(plan, sent)
@@ -140,6 +140,15 @@ def test_float64_tails_come_back_exactly_on_a_float64_bucket(x64):
     plan, buckets = wide_enough(np.float64)
     tail = {"loss": np.float64(1 / 3)}
     assert_same_bits(take_tail(plan, add_tail(plan, buckets, tail))[1], tail)
+
+
+def test_a_bucket_that_would_round_scalars_is_refused(x64):
+    plan, buckets = wide_enough(np.float32)
+    with pytest.raises(ValueError, match=r"bucket 1, of float32, cannot carry scalars of float64"):
+        add_tail(plan, buckets, np.float64(1 / 3))
+    alone = place_scalars(plan, np.float64)
+    assert alone.carrier.bucket is None
+    assert take_tail(alone, add_tail(alone, buckets, np.float64(1 / 3)))[1] == 1 / 3
 
 
 def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp import BucketPlan, grad_order, make_plan
+from fddp.buckets.plan import Message, place_scalars
 from models import resnet
 
 MiB = 2**20
@@ -186,20 +187,30 @@ def test_the_printed_table_holds_names_sizes_and_dtypes():
 
 def test_the_table_says_when_metrics_need_an_all_reduce_of_their_own():
     plan = make_plan({"scale": np.zeros(8, jnp.bfloat16)})
-    assert plan.carrier() is None and not plan.led and "one all-reduce of their own" in str(plan)
+    assert (
+        plan.carrier.bucket is None and plan.carrier == plan.messages[-1] and "one all-reduce of their own" in str(plan)
+    )
 
 
 def test_metrics_ride_on_the_last_bucket_that_holds_them_or_early_on_the_first():
     tree = [np.zeros(2, jnp.bfloat16), np.zeros(3, np.float32), np.zeros(4, np.float32), np.zeros(5, jnp.bfloat16)]
     plan = make_plan(tree, order=[0, 1, 2, 3], bucket_cap_mb=0)
-    assert (plan.carrier(), replace(plan, early=True).carrier()) == (2, 1)
+    assert (plan.carrier.bucket, place_scalars(plan, early=True).carrier.bucket) == (2, 1)
 
 
 def test_metrics_lead_where_they_are_early_and_no_bucket_holds_them():
     plan = make_plan({"scale": np.zeros(8, jnp.bfloat16)})
-    assert replace(plan, early=True).led and not plan.led
+    assert [message.bucket for message in plan.messages] == [0, None]
+    assert [message.bucket for message in place_scalars(plan, early=True).messages] == [None, 0]
     plan = make_plan({"scale": np.zeros(8)})
-    assert replace(plan, exact=False, early=True).led and not replace(plan, early=True).led
+    assert [message.bucket for message in place_scalars(plan, early=True, exact=False).messages] == [None, 0]
+    assert place_scalars(plan, early=True).messages == (Message(0, scalars=True),)
+
+
+def test_plans_whose_messages_differ_have_other_digests():
+    plan = make_plan({"scale": np.zeros(8, np.float32)})
+    others = [place_scalars(plan, exact=False), place_scalars(plan, exact=False, early=True)]
+    assert len({one.digest for one in (plan, *others)}) == 3
 
 
 def test_an_empty_tree_has_an_empty_plan_that_prints():

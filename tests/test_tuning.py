@@ -1,7 +1,5 @@
 """Which bucket cap is best: `fddp.tuning` and `fddp.regrouping` by hand, and tunings of small networks."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,7 +10,7 @@ from fddp.analysis.measurement import MeasuredStep
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import Typical, joined, total_seconds, typical, wire_bytes
 from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
-from fddp.buckets.plan import make_plan
+from fddp.buckets.plan import make_plan, place_scalars
 from fddp.schedules.timeline import Pace, Span, Timeline
 from models import mlp
 
@@ -46,15 +44,15 @@ def test_a_tail_that_travels_alone_leaves_with_the_end():
 
 def test_a_tail_that_leads_leaves_before_all_others():
     for groups, seconds in ([[2, 0, 1]], (0.5, 6)), ([[2], [0], [1]], (0.5, 3, 2, 1)):
-        plan = replace(plan_of(*groups), exact=False, early=True)
+        plan = place_scalars(plan_of(*groups), exact=False, early=True)
         assert joined([0.5, *FINE], ORDER, plan, total=6.5) == seconds
 
 
 def test_the_tail_rides_behind_a_bucket_or_alone():
     assert wire_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
-    assert wire_bytes(replace(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
+    assert wire_bytes(place_scalars(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
     assert wire_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
-    assert wire_bytes(replace(plan_of([2], [0], [1]), exact=False, early=True), tail=100) == (100, 12, 4, 8)
+    assert wire_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), tail=100) == (100, 12, 4, 8)
 
 
 def test_each_further_stage_costs_what_two_cuts_say():

@@ -11,9 +11,12 @@ from fddp.buckets.parts import unpack_parts as unpack_parts
 from fddp.buckets.plan import Bucket as Bucket
 from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
+from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
 from fddp.buckets.plan import make_plan as make_plan
+from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.tail import Wires as Wires
+from fddp.buckets.tail import scalar_dtype as scalar_dtype
 from fddp.buckets.words import from_words as from_words
 from fddp.buckets.words import sub_byte as sub_byte
 from fddp.buckets.words import to_words as to_words

@@ -11,9 +11,9 @@ import hashlib
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +57,22 @@ class Bucket:
         return self.size * self.dtype.itemsize
 
 
+class Message(NamedTuple):
+    """One all-reduce of a step."""
+
+    bucket: int | None
+    """The bucket that travels in it; None: the scalars alone."""
+    scalars: bool = False
+    """Whether loss, metrics and buffers travel in it, at its end."""
+
+    @property
+    def name(self) -> str:
+        return "tail" if self.bucket is None else f"bucket {self.bucket}"
+
+
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets in launch order, over the leaves of one tree.
+    """The buckets in launch order, over the leaves of one tree, and the messages in which they travel.
 
     Leaves that no bucket names do not travel: `pack` passes them over and `unpack` leaves `None` in their place.
     """
@@ -67,53 +80,18 @@ class BucketPlan:
     leaves: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
     treedef: Any
-    exact: bool = True
-    """Whether buckets arrive as they were sent: not when a hook changes them, or when they may not be sent at all."""
-    early: bool = False
-    """Whether loss, metrics and buffers travel early: for schedules that use a bucket while the next one travels, and
-    for buckets that are sent only if a replica used what is in them."""
-
-    def carrier(self, dtype: DTypeLike = np.float32) -> int | None:
-        """Finds the bucket behind which loss, metrics and buffers travel: the last that holds them, or the first.
-
-        A wire of 16-bit words or a hook would round them; where there is nothing better they travel in one tiny
-        all-reduce of their own.
-
-        Args:
-          dtype: a real one that holds them.
-
-        Returns:
-          The number of the bucket, or None.
-        """
-        bits = jnp.finfo(dtype).bits
-        wide = [
-            k
-            for k, bucket in enumerate(self.buckets)
-            if jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
-        ]
-        return wide[0 if self.early else -1] if self.exact and wide else None
-
-    def tail_wire(self, dtype: DTypeLike = np.float32) -> tuple[int, bool]:
-        """Finds the wire on which loss, metrics and buffers travel.
-
-        Args:
-          dtype: a real one that holds them.
-
-        Returns:
-          The number of the wire, and whether nothing else travels on it.
-        """
-        carrier = self.carrier(dtype)
-        return (0 if self.led else len(self.buckets), True) if carrier is None else (carrier, False)
+    messages: tuple[Message, ...]
+    """All all-reduces of a step, in order: a bucket each, and one more where the scalars travel alone."""
 
     @property
-    def led(self) -> bool:
-        """Whether the first wire is no bucket: what travels alone, and early."""
-        return self.early and self.carrier() is None
+    def carrier(self) -> Message:
+        """The message in which loss, metrics and buffers travel."""
+        return next(message for message in self.messages if message.scalars)
 
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
-        text = [str(leaf) for leaf in self.leaves] + [str(bucket.leaves) for bucket in self.buckets]
+        text = [*map(str, self.leaves), *(str(bucket.leaves) for bucket in self.buckets), *map(str, self.messages)]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -123,8 +101,8 @@ class BucketPlan:
         ]
         head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
         total = sum(b.nbytes for b in self.buckets) / MiB
-        carrier = self.carrier()
-        tail = "travel in one all-reduce of their own" if carrier is None else f"ride in bucket {carrier}"
+        carrier = self.carrier
+        tail = "travel in one all-reduce of their own" if carrier.bucket is None else f"ride in {carrier.name}"
         sent = sum(len(b.leaves) for b in self.buckets)
         foot = (
             f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB",
@@ -187,7 +165,40 @@ def make_plan(
     cap = bucket_cap_mb * MiB
     groups = _fill(leaves, order, first=min(first_bucket_mb * MiB, cap), cap=cap)
     groups = _by_readiness(_shorten_last(leaves, groups, cap=min(last_bucket_mb * MiB, cap)), order)
-    return BucketPlan(leaves, tuple(_bucket(leaves, group) for group in groups), treedef)
+    return place_scalars(BucketPlan(leaves, tuple(_bucket(leaves, group) for group in groups), treedef, ()))
+
+
+def place_scalars(
+    plan: BucketPlan, dtype: DTypeLike = np.float32, *, early: bool = False, exact: bool = True
+) -> BucketPlan:
+    """Says in which message loss, metrics and buffers travel: behind the last bucket that holds them, or the first.
+
+    A message of 16-bit words or a hook would round them; where there is nothing better they travel in one tiny
+    all-reduce of their own.
+
+    Args:
+      plan: the buckets.
+      dtype: a real one that holds every scalar.
+      early: whether they travel early: for schedules that use a bucket while the next one travels, and for buckets
+        that are sent only if a replica used what is in them.
+      exact: whether buckets arrive as they were sent: not when a hook changes them, or when they may not be sent.
+
+    Returns:
+      The plan, with its messages.
+
+    Example:
+      >>> import numpy as np
+      >>> plan = make_plan({"w": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}, bucket_cap_mb=0)
+      >>> [message.scalars for message in plan.messages], [m.name for m in place_scalars(plan, exact=False).messages]
+      ([False, True], ['bucket 0', 'bucket 1', 'tail'])
+    """
+    bits, count = jnp.finfo(dtype).bits, len(plan.buckets)
+    holds = [jnp.issubdtype(b.dtype, jnp.inexact) and jnp.finfo(b.dtype).bits >= bits for b in plan.buckets]
+    wide = [k for k in range(count) if holds[k]] if exact else []
+    carrier = wide[0 if early else -1] if wide else None
+    buckets = [Message(k, k == carrier) for k in range(count)]
+    alone = [Message(None, True)] if carrier is None else []
+    return replace(plan, messages=(*alone, *buckets) if early else (*buckets, *alone))
 
 
 def _fill(leaves: Sequence[Leaf], order: Sequence[int], *, first: float, cap: float) -> list[list[int]]:

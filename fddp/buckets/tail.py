@@ -7,7 +7,7 @@ loss too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,12 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
     """
     leaves, treedef = jax.tree.flatten(tail)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    dtype = _tail_dtype(shapes)
+    dtype = scalar_dtype(shapes)
     words = [_to_floats(x, dtype) for x in leaves]
-    (at, alone), arrays = plan.tail_wire(dtype), list(buckets)
-    if alone:
-        arrays.insert(at, jnp.zeros(0, dtype))
+    arrays = [jnp.zeros(0, dtype) if message.bucket is None else buckets[message.bucket] for message in plan.messages]
+    at = plan.messages.index(plan.carrier)
+    if jnp.finfo(arrays[at].dtype).bits < jnp.finfo(dtype).bits:
+        raise ValueError(f"{plan.carrier.name}, of {arrays[at].dtype}, cannot carry scalars of {dtype}.")
     arrays[at] = joined([arrays[at], *words], arrays[at].dtype)
     return Wires(tuple(arrays), (shapes, treedef))
 
@@ -66,17 +67,16 @@ def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
     """
     shapes, treedef = wires.tail
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
-    (at, alone), arrays = plan.tail_wire(_tail_dtype(shapes)), list(wires.arrays)
+    at, arrays = plan.messages.index(plan.carrier), list(wires.arrays)
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
-    if alone:
-        del arrays[at]
+    buckets = [array for message, array in zip(plan.messages, arrays) if message.bucket is not None]
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
-    return tuple(arrays), tail
+    return tuple(buckets), tail
 
 
-def _tail_dtype(shapes: Sequence[jax.ShapeDtypeStruct]) -> np.dtype:
-    """The real dtype that holds every number of a tail."""
+def scalar_dtype(shapes: Iterable[Any]) -> np.dtype:
+    """The real dtype that holds every number of a tail, given arrays or their shapes."""
     floats = [jnp.finfo(x.dtype).dtype for x in shapes if jnp.issubdtype(x.dtype, jnp.inexact)]
     return np.dtype(jnp.result_type(np.float32, *floats))
 

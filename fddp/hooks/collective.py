@@ -60,9 +60,10 @@ def all_reduce(
         comm = group.communicator
     else:
         comm = axis_communicator(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
+    ways = [way for way, message in zip(reductions(plan, hook, None), plan.messages) if message.bucket is not None]
     sums = [
-        summed(comm, reduction, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
-        for reduction, bucket, buffer in zip(reductions(plan, hook, None), plan.buckets, pack(plan, tree))
+        summed(comm, way, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
+        for way, bucket, buffer in zip(ways, plan.buckets, pack(plan, tree))
     ]
     reduced = unpack(plan, [total / comm.size for total in sums] if op == "mean" else sums)
     return jax.tree.map(lambda own, new: own if new is None else new, tree, reduced, is_leaf=lambda x: x is None)

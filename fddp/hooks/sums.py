@@ -6,7 +6,6 @@ dropped.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
-from fddp.buckets import Bucket, BucketPlan
+from fddp.buckets import BucketPlan, Message
 from fddp.comm import Communicator, as_uint32, count_bytes
 from fddp.hooks.hook import GradBucket, Hook
 
@@ -35,7 +34,7 @@ PLAIN = Reduction()
 
 
 def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None) -> tuple[Reduction, ...]:
-    """The sums of a step's wires; those that it does not name (the tail's, if it comes last) are plain.
+    """The sums of a step's messages.
 
     Args:
       plan: the buckets.
@@ -43,17 +42,19 @@ def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None
       mask: the leaves whose use the first wire tells, so that buckets which nobody used are not sent; None: all are.
 
     Returns:
-      One for each wire in turn.
+      One for each message in turn.
     """
     place = {leaf: at for at, leaf in enumerate(mask or ())}
 
-    def of(k: int, bucket: Bucket) -> Reduction:
+    def of(message: Message) -> Reduction:
+        if message.bucket is None:
+            return PLAIN
+        bucket = plan.buckets[message.bucket]
         forms = tuple(jax.ShapeDtypeStruct(plan.leaves[i].shape, plan.leaves[i].dtype) for i in bucket.leaves)
         apply = None if hook is None else partial(_hooked, hook, forms)
-        return Reduction(f"bucket {k}", apply, None if mask is None else tuple(place[i] for i in bucket.leaves))
+        return Reduction(message.name, apply, None if mask is None else tuple(place[i] for i in bucket.leaves))
 
-    first = (PLAIN,) if plan.led else ()
-    return first + tuple(of(k, bucket) for k, bucket in enumerate(plan.buckets))
+    return tuple(map(of, plan.messages))
 
 
 def summed(
@@ -97,7 +98,7 @@ def all_summed(
 
     Args:
       comm: how the replicas talk.
-      reductions: how, for the first of the wires; the others plainly.
+      reductions: how, for each of them.
       wires: this replica's parts.
       memories: what it remembers for each wire.
 
@@ -107,8 +108,7 @@ def all_summed(
       such a step over does not use the other sums either.
     """
     totals, new, sent = list[Array](), list[Any](), list[Array]()
-    ways = (*reductions, *repeat(PLAIN, len(wires) - len(reductions)))
-    for reduction, wire, memory in zip(ways, wires, memories):
+    for reduction, wire, memory in zip(reductions, wires, memories):
         with jax.named_scope(reduction.name.replace(" ", "")):
             # A barrier hides what the wire is from XLA, and keeps the order. XLA drops the sum of a constant (the
             # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
@@ -119,7 +119,7 @@ def all_summed(
             totals.append(total)
             new.append(remembered)
             sent.append(nbytes)
-    finite = jnp.all(jnp.array([all_finite(total) for way, total in zip(ways, totals) if way.apply], bool))
+    finite = jnp.all(jnp.array([all_finite(total) for way, total in zip(reductions, totals) if way.apply], bool))
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), tuple(memories))
     return tuple(totals), kept, jnp.stack(sent)
 

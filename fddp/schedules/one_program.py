@@ -1,7 +1,6 @@
 """The fused schedule: one XLA program, whose scheduler overlaps where it can."""
 
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     def step(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         wires, kept = pieces.local(state, pending, rows)
-        mine = (*drop_replica_dim(memory), *repeat((), len(wires.arrays) - len(memory)))
+        mine = drop_replica_dim(memory) or ((),) * len(wires.arrays)
         totals, new, sent = all_summed(group.communicator, pieces.reductions, wires.arrays, mine)
         result = pieces.finish(state, replace(wires, arrays=totals), kept, sent)
         return result, add_replica_dim(new[: len(memory)])

@@ -22,7 +22,7 @@ class Pieces(NamedTuple):
     local: Callable[[Any, Any, Any], tuple[Wires, Any]]
     """(state, pending, rows) → what this replica sends, and what it keeps for itself."""
     reductions: tuple[Reduction, ...]
-    """How each wire is summed; further ones plainly."""
+    """How each message is summed."""
     finish: Callable[[Any, Wires, Any, Any], Any]
     """(state, what came back, what was kept, bytes sent per wire) → the step's result, equal on all replicas."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, all_reduce_bytes, drop_replica_dim
-from fddp.hooks import PLAIN, Reduction, all_finite, summed
+from fddp.hooks import Reduction, all_finite, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
 
@@ -35,7 +35,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
     Args:
       group: the replicas.
-      reductions: how the first wires are summed; further ones plainly.
+      reductions: how the messages are summed.
 
     Returns:
       `send(k, memory, first, wire)`: the sum of wire k; `first()` is wire 0, come back.
@@ -54,8 +54,8 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
     def send(k: int, memory: Memory, first: Callable[[], Sent], wire: jax.Array) -> Sent:
         start = perf_counter()
-        reduction = reductions[k] if k < len(reductions) else PLAIN
-        mine = memory[k] if k < len(memory) else ()
+        reduction = reductions[k]
+        mine = memory[k] if memory else ()
         size, finite = wire.size // group.placement.replicas_in_array, True
         if reduction.leaves is not None and not jax.device_get(first().total)[list(reduction.leaves)].any():
             total, sent, size = group.placement.place(np.zeros(size, wire.dtype), REPLICATED), 0, 0

@@ -4,7 +4,7 @@ It gathers contributions, lays them on wires, and when their sums come back it d
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Wires, from_words, make_plan, pack_parts, to_words, unpack_parts
+from fddp.buckets import BucketPlan, Wires, from_words, make_plan, pack_parts, place_scalars, to_words, unpack_parts
 from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
@@ -66,16 +66,17 @@ class Recipe:
         used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan, chosen, means.grads)
         # Whatever leads, bucket k's bytes are number k.
-        sent = jnp.roll(sent, -1) if plan.led else sent
+        sent = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
         return self.use(state, Mean(grads, means.loss, means.aux, model_state, sent, used))
 
-    def plan(self, params: Any, order: Sequence[int]) -> BucketPlan:
+    def plan(self, params: Any, order: Sequence[int], *, dtype: Any = np.float32, early: bool = False) -> BucketPlan:
         """The buckets of the trained leaves in this order; those without elements have nothing to send."""
         asks_first = self.options.skip_all_reduce_unused_params
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
         plan = make_plan(parts(self.group.placement, params), order=order, **self.options.caps)
-        return replace(plan, exact=self.options.hook is None and not asks_first, early=asks_first)
+        exact = self.options.hook is None and not asks_first
+        return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
     def remembered(self, params: Any) -> Any:
         """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""
@@ -95,17 +96,18 @@ class Recipe:
         if self.options.hook is None:
             return ()
         leaves = plan.treedef.flatten_up_to(hook_state)
-        first = ((),) if plan.led else ()
-        return first + tuple(tuple(leaves[i] for i in bucket.leaves) for bucket in plan.buckets)
+        places = [() if m.bucket is None else plan.buckets[m.bucket].leaves for m in plan.messages]
+        return tuple(tuple(leaves[i] for i in place) for place in places)
 
     def by_leaf(self, plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
         """The inverse of `by_wire`; leaves that do not travel keep what `hook_state` has for them."""
         if self.options.hook is None:
             return hook_state
         leaves = plan.treedef.flatten_up_to(hook_state)
-        for bucket, remembered in zip(plan.buckets, memory[1:] if plan.led else memory):
-            for i, new in zip(bucket.leaves, remembered):
-                leaves[i] = new
+        for message, remembered in zip(plan.messages, memory):
+            if message.bucket is not None:
+                for i, new in zip(plan.buckets[message.bucket].leaves, remembered):
+                    leaves[i] = new
         return plan.treedef.unflatten(leaves)
 
     def hold(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fddp.buckets import BucketPlan
+from fddp.buckets import BucketPlan, scalar_dtype
 from fddp.comm import REPLICATED, Group, described, shortened, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order, refuse_deleted
@@ -129,13 +129,13 @@ class Reducer:
         return batch
 
     def _settle(self, state: TrainState, batch: Any, call: str) -> None:
-        found: list[tuple[tuple[int, ...], tuple[bool, ...], str]] = []
+        found: list[tuple[tuple[int, ...], tuple[bool, ...], str, Any]] = []
 
         def describe() -> Iterable[str]:
             self._check(state, batch)
             self._check_memory(state)
             program, told = self._trace(state, batch)
-            found.append((self._order(state, program), self._paths(state, batch), self._schedule(program)))
+            found.append((self._order(state, program), self._paths(state, batch), self._schedule(program), told))
             return [
                 f"call {call}",
                 repr(self.options),
@@ -149,7 +149,7 @@ class Reducer:
             ]
 
         verify(self.group, "batch or loss", describe)
-        ((order, paths, schedule),) = found
+        ((order, paths, schedule, told),) = found
         # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
         # path to the loss on any rank does not travel.
         order = self.group.broadcast(np.asarray(order, np.int32))
@@ -159,8 +159,9 @@ class Reducer:
         later = [i for i in order if i not in reached] if self.options.skip_all_reduce_unused_params else []
         order = [*(i for i in order if i in reached), *later]
         self.where = where = specs(self.group.placement, state._replace(accumulated=None, hook_state=()))
-        plan = self.recipe.plan(state.params, order)
-        self.plan = plan = replace(plan, early=plan.early or schedule == "staged")
+        averaged = state.model_state if self.options.broadcast_buffers == "mean" else None
+        dtype = scalar_dtype(jax.tree.leaves((told, averaged)))
+        self.plan = plan = self.recipe.plan(state.params, order, dtype=dtype, early=schedule == "staged")
         self._left_out = tuple(i for i in self.recipe.chosen(state.params) if i not in order)
         self._forms = {_form(batch)}
         self.recipe = replace(self.recipe, unit=np.shape(jax.tree.leaves(batch)[0])[0] // self._parts)

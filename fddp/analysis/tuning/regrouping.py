@@ -34,11 +34,8 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 
 def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
     """Bytes of each all-reduce of a plan, with the tail behind the one that carries it, or alone."""
-    (at, alone), sizes = plan.tail_wire(), [bucket.nbytes for bucket in plan.buckets]
-    if alone:
-        sizes.insert(at, 0)
-    sizes[at] += tail
-    return tuple(sizes)
+    sizes = [0 if message.bucket is None else plan.buckets[message.bucket].nbytes for message in plan.messages]
+    return tuple(size + tail * message.scalars for size, message in zip(sizes, plan.messages))
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
@@ -55,7 +52,7 @@ def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total:
       Seconds of each stage of the plan.
     """
     ends = np.cumsum(fine).tolist()
-    lead, ends = (ends[:1], ends[1:]) if plan.led else ([], ends)
+    lead, ends = (ends[:1], ends[1:]) if plan.messages[0].bucket is None else ([], ends)
     done = dict(zip(order, ends))
     ready = np.maximum.accumulate([max(done[i] for i in bucket.leaves) for bucket in plan.buckets])
     ends = [*lead, *ready.tolist(), *ends[len(order) :]]

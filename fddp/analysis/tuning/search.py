@@ -7,7 +7,7 @@ Source: Li et al. (VLDB 2020), Fig. 7 and 8.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,7 @@ from fddp.analysis.measurement import MeasuredStep, Measurement
 from fddp.analysis.tuning.link import Link, fit_link
 from fddp.analysis.tuning.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
 from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
-from fddp.buckets import BucketPlan, MiB, make_plan
+from fddp.buckets import BucketPlan, MiB, make_plan, place_scalars
 from fddp.comm import Group
 from fddp.runtime import group_of
 from fddp.schedules import Pace, observed_pace, simulate
@@ -181,9 +181,9 @@ def tune(
     finest, run_finest = made(alone, 0.0)
     run_finest()  # settles the order of readiness
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
-    tail = {"exact": finest.plan.exact, "early": finest.plan.early}
+    exact = finest.plan.carrier.bucket is not None
     plans = {cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb}
-    plans = {cap: replace(plan, **tail) for cap, plan in different(plans).items()}
+    plans = {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in different(plans).items()}
 
     def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
         """A real run with a cap, and what it tells of every other."""
