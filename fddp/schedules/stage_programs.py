@@ -71,7 +71,8 @@ def relay(
     stages = cut(make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts), [len(group) for group in groups])
     forms, inputs = dict(enumerate(given)), len(given)
 
-    compiled: dict[Any, Callable[..., Sequence[jax.Array]]] = {}
+    # Beside each program the constants that it was made for: while they live no other object has their ids.
+    compiled: dict[Any, tuple[Callable[..., Sequence[jax.Array]], Sequence[Any]]] = {}
 
     def usable(stage: Stage, group: Sequence[int]) -> list[int]:
         """Places of the inputs whose memory an output of the stage can have: none is donated that has no such place."""
@@ -105,8 +106,9 @@ def relay(
         same = (lowered.as_text(), shapes, *map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
         if same not in compiled:
             # What is compiled ahead of time takes no arrays of less than 8 bits: JAX gives them another layout.
-            compiled[same] = jitted if any(sub_byte(x.dtype) for x in read) else lowered.compile()
-        return compiled[same]
+            made = jitted if any(sub_byte(x.dtype) for x in read) else lowered.compile()
+            compiled[same] = made, traced.jaxpr.consts
+        return compiled[same][0]
 
     programs = tuple(program(stage, group) if group else _nothing for stage, group in zip(stages, groups))
     return Relay(stages, programs, tuple(map(tuple, groups)))
