@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -31,11 +30,11 @@ from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
 from fddp.analysis.plots import figure
 from fddp.comm.group import Group
+from fddp.hooks.memory import Memory
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.send import Memory, Sent, remembered, sending
+from fddp.schedules.send import Sent, remembered, sending
 from fddp.schedules.threads import Cut, cut_step, land
 from fddp.schedules.timeline import Span, Timeline
-from fddp.step.settle import SCHEDULES
 
 MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
 FIRST = "after, per leaf"
@@ -101,16 +100,14 @@ def climb(backend: str, name: str, path: str, rounds: int) -> None:
 def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
     """The ways, from the naive one up."""
 
-    def rung(schedule: str, cap_mb: float, batch: Any = None, **options: Any) -> Way:
+    def rung(schedule: Any, cap_mb: float, batch: Any = None, **options: Any) -> Way:
         return way(task, group, batch, schedule=schedule, bucket_cap_mb=cap_mb, **options)
 
     many = jax.tree.map(lambda x: np.concatenate([x] * MICRO_BATCHES), task.batch)
-    with patch.dict(SCHEDULES, staged=blocking):  # its first step, which `way` takes, settles what runs
-        waited_for = rung("staged", 0)
     return {
         FIRST: rung("after", 0),
         f"after, per leaf, {MICRO_BATCHES} parts": rung("after", 0, many, accumulation_steps=MICRO_BATCHES),
-        "as ready, per leaf, waited for": waited_for,
+        "as ready, per leaf, waited for": rung(blocking, 0),
         "staged, per leaf": rung("staged", 0),
         f"after, {DEFAULT_MB:g} MiB": rung("after", DEFAULT_MB),
         f"staged, {DEFAULT_MB:g} MiB": rung("staged", DEFAULT_MB),

@@ -15,6 +15,7 @@ import pytest
 
 import fddp
 from fddp import hooks
+from fddp.schedules import after
 from models import bert, gpt, mlp, resnet
 
 CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
@@ -281,6 +282,28 @@ def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
                 assert float(state.params) == 4
         state, _ = step(state, np.full(2, 8.0, np.float32))  # what failed has used nothing up
         assert float(state.params) == 8
+
+
+def test_a_schedule_may_be_a_function_of_the_users_own(group):
+    made = []
+
+    def noted(group, pieces, donate):
+        made.append([reduction.name for reduction in pieces.reductions])
+        return after(group, pieces, donate)
+
+    def loss(p, x):
+        return jnp.mean((x @ p["a"]) ** 2) + jnp.sum(p["b"] ** 2)
+
+    params, rows = {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)}, np.ones((4, 3), np.float32)
+    ends = []
+    for schedule in (noted, "fused"):
+        step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0)
+        ends.append(step(step.init(params), rows)[0].params)
+    assert made == [["bucket 0", "bucket 1"]]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert "schedule=noted" in repr(fddp.Options(schedule=noted))
+    with pytest.raises(ValueError, match="schedule must be one of auto, fused, staged, after, got 3"):
+        fddp.train_step(loss, optax.sgd(0.1), schedule=3)
 
 
 def test_an_error_of_the_communication_thread_reaches_the_caller(group):

@@ -9,7 +9,6 @@ from fddp.schedules.one_program import fused as fused
 from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
-from fddp.schedules.send import Memory as Memory
 from fddp.schedules.threads import staged as staged
 from fddp.schedules.timeline import Pace as Pace
 from fddp.schedules.timeline import Span as Span

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from fddp.comm import REPLICATED, Group
+from fddp.hooks import Memory
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.send import Memory, Sent, bytes_of, remembered, sending
+from fddp.schedules.send import Sent, bytes_of, remembered, sending
 from fddp.schedules.timeline import Span, Timeline
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 
 from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim
-from fddp.hooks import all_summed
+from fddp.hooks import Memory, all_summed
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.send import Memory
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:

@@ -11,8 +11,7 @@ import jax
 
 from fddp.buckets import Wires
 from fddp.comm import Group
-from fddp.hooks import Reduction
-from fddp.schedules.send import Memory
+from fddp.hooks import Memory, Reduction
 from fddp.schedules.timeline import Timeline
 
 

@@ -9,12 +9,9 @@ import numpy as np
 from jaxtyping import UInt32
 
 from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, all_reduce_bytes, drop_replica_dim
-from fddp.hooks import Reduction, all_finite, summed
+from fddp.hooks import Memory, Reduction, all_finite, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
-
-# What the reductions remember from step to step, one tree for each that is named.
-Memory = tuple[Any, ...]
 
 
 class Sent(NamedTuple):

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from fddp.comm import REPLICATED, Group, trace
+from fddp.hooks import Memory
 from fddp.jax_internals import with_configuration, without_jit
 from fddp.jaxpr import arrivals
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.send import Memory, Sent, bytes_of, lanes_of, remembered, sending
+from fddp.schedules.send import Sent, bytes_of, lanes_of, remembered, sending
 from fddp.schedules.stage_programs import Relay, relay
 from fddp.schedules.timeline import Span, Timeline
 

@@ -5,12 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_flights, parse
 from fddp.jaxpr import differentiable
+from fddp.step.replica import Replica
+from fddp.step.state import TrainState
 
 
 def refuse_tracers(tree: Any) -> None:
@@ -69,6 +72,54 @@ def check_params(plan: BucketPlan, params: Any) -> None:
         f"{shortened(sorted(got - planned)) or 'nothing else'}, and lack "
         f"{shortened(sorted(planned - got)) or 'nothing'}. Make a step of its own for each model."
     )
+
+
+def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
+    """Says that a batch cannot be divided among replicas and micro-batches."""
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
+    counts = {np.shape(x)[:1] for x in leaves}
+    if len(counts) > 1 or () in counts:
+        refuse_lists(batch)
+        got = shortened(described("", batch), ", ")
+        raise ValueError(f"the arrays of a batch must have equally many rows, got {got}.")
+    ((rows,),) = counts
+    if rows % replica.micro_batches or rows == 0:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
+            f"{replica.group.size // replica.group.processes} replicas × {replica.options.accumulation_steps} "
+            "micro-batches."
+        )
+    for pending in jax.tree.leaves(state.accumulated)[:1]:
+        if len(pending) != replica.group.placement.replicas_in_array:
+            raise ValueError(
+                f"the state has gradients pending of {len(pending)} replicas, this group has "
+                f"{replica.group.size}; synchronize with a step before the number of replicas changes."
+            )
+
+
+def check_memory(replica: Replica, state: TrainState) -> None:
+    """Says that what hooks remember comes from another hook or another number of replicas."""
+    share = replica.group.placement.replicas_in_array
+    got, wanted = described("", state.hook_state), described("", replica.memory_form(state.params))
+    if got != wanted:
+        raise ValueError(
+            f"the state's hook_state is not that of {replica.options.hook} on {share} replicas: it has "
+            f"{'; '.join(got) or 'nothing'} instead of {'; '.join(wanted) or 'nothing'}. Take the one of a new "
+            "step.init(params), and what was remembered is lost, or the hook and replicas it was made with."
+        )
+
+
+def check_paths(plan: BucketPlan, new: Sequence[int]) -> None:
+    """Says that a batch uses parameters that no bucket has a place for: the first one had no path to them."""
+    if new:
+        names = ", ".join(plan.leaves[i].name for i in new)
+        raise ValueError(
+            f"this batch has other arrays than the first one, and with them the loss uses {names}, which it then had "
+            "no path to, so that no bucket has a place for them; with skip_all_reduce_unused_params=True every step "
+            "decides anew what is sent."
+        )
 
 
 def refuse_lists(batch: Any) -> None:

@@ -11,7 +11,9 @@ from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
 from fddp.step.checks import refuse_tracers
 from fddp.step.options import explained, read_options
-from fddp.step.settle import Reducer
+from fddp.step.replica import Replica
+from fddp.step.run import ready, synchronize
+from fddp.step.settle import Settled
 from fddp.step.state import Mean, TrainState
 
 
@@ -50,7 +52,8 @@ def value_and_grad(
     check_callable("value_and_grad", "loss_fn", loss_fn)
     settings = read_options("value_and_grad", options | {"donate": False})
 
-    def use(state: TrainState, mean: Mean) -> Any:
+    def use(replica: Replica, where: TrainState, state: TrainState, mean: Mean) -> Any:
+        del replica, where
         grads = jax.tree.map(
             lambda p, g: jnp.zeros_like(p) if g is None else g,
             state.params,
@@ -61,16 +64,21 @@ def value_and_grad(
             return (mean.loss, (mean.model_state, mean.aux)), grads
         return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
 
-    reducer = Reducer(make_objective(loss_fn, has_aux=has_aux), group_of("value_and_grad", group), settings, use)
+    replica = Replica(make_objective(loss_fn, has_aux=has_aux), group_of("value_and_grad", group), settings)
+    settled: Settled | None = None
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        nonlocal settled
         refuse_tracers((params, batch))
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
-        state = reducer.group.placement.place(state, REPLICATED)
-        hook_state = reducer.recipe.remembered(state.params)
+        state = replica.group.placement.place(state, REPLICATED)
+        hook_state = replica.remembered(state.params)
         if jax.tree.leaves(hook_state):
             raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
-        return reducer.reduce(state._replace(hook_state=hook_state), batch)[0]
+        state = state._replace(hook_state=hook_state)
+        settled = ready(settled, replica, use, state, batch)
+        result, _, settled = synchronize(settled, state, batch)
+        return result
 
     return f

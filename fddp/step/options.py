@@ -7,6 +7,7 @@ from textwrap import indent
 from typing import Any, Literal, TypeVar
 
 from fddp.hooks import Hook
+from fddp.schedules import Schedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,7 +34,7 @@ OF_DDP = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Options:
     """How gradients are bucketed, accumulated and sent: the keyword arguments of `train_step` and `value_and_grad`.
 
@@ -55,7 +56,7 @@ class Options:
       ignore (None): a function that is true for the path ('Dense_0/kernel') of a parameter that is to be left alone:
         neither sent nor trained.
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
-        picks.
+        picks. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
         even if the step fails: what else holds its arrays then finds that they have been deleted. Copy before what is
         to stay (a Flax module is got by `from_nnx(…).module(state)`), or give False.
@@ -75,7 +76,7 @@ class Options:
     skip_all_reduce_unused_params: bool = False
     hook: Hook | None = None
     ignore: Callable[[str], bool] | None = field(default=None, repr=False)
-    schedule: str = "auto"
+    schedule: str | Schedule = "auto"
     donate: bool = True
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Options:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"accumulation_steps must be a whole number of 1 or more, got {steps!r}.")
         for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in choices and not (name == "schedule" and callable(self.schedule)):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(f"hook must be a fddp.Hook, one of fddp.hooks say, got {type(self.hook).__name__}.")
@@ -100,6 +101,12 @@ class Options:
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
+
+    def __repr__(self) -> str:
+        """Equal on ranks that were given the same options: functions by their names."""
+        shown = {option.name: getattr(self, option.name) for option in fields(self) if option.repr}
+        names = [f"{name}={getattr(value, '__name__', repr(value))}" for name, value in shown.items()]
+        return f"Options({', '.join(names)})"
 
     @property
     def caps(self) -> dict[str, float]:

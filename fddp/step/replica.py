@@ -3,7 +3,7 @@
 It gathers contributions, lays them on wires, and when their sums come back it divides and uses them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Wires, from_words, make_plan, pack_parts, place_scalars, to_words, unpack_parts
+from fddp.buckets import BucketPlan, Wires, make_plan, pack_parts, place_scalars, unpack_parts
 from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
-from fddp.losses import Joined, Objective, Pending, Sums, accumulate, contribute, folded, in_unit, mean, plus, reached
+from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
+from fddp.losses import accumulate as in_micro_batches
 from fddp.optim import scaled
-from fddp.schedules import Memory
+from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Replica:
     """A step, from one replica's point of view."""
 
     objective: Objective
@@ -34,40 +35,43 @@ class Recipe:
     """The replicas."""
     options: Options
     """How to bucket, accumulate and send."""
-    use: Callable[[TrainState, Mean], Any]
-    """(state, mean) → the result of a step."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
 
     def local(
         self, plan: BucketPlan, where: Any, state: TrainState, pending: Pending | None, rows: Any
     ) -> tuple[Wires, Any]:
-        """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `shards.specs`."""
+        """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `comm.specs`."""
         _, pending = self._gather(state, pending, rows)
-        sent, kept = self._buffers(pending.model_state, rows)
+        sent, kept = self.buffers.send(self.group.communicator, pending.model_state, rows)
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
         return pack_parts(self.group.placement.other_axes, plan, grads, tail, where), add_replica_dim(kept)
+
+    @property
+    def buffers(self) -> Buffers:
+        """What becomes of the model state."""
+        return {True: broadcast, "mean": average, False: keep}[self.options.broadcast_buffers]()
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
         """How the wires are summed over replicas."""
         asks_first = self.options.skip_all_reduce_unused_params
         return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None)
 
-    def finish(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Any:
-        """The result of a step, from the sums over all replicas."""
+    def mean(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Mean:
+        """What the replicas have in common, from the sums over all of them."""
         came, (used, sums, buffers) = unpack_parts(self.group.placement.other_axes, plan, wires, where)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
-        model_state = self._landed(buffers, state) if self.options.broadcast_buffers else drop_replica_dim(kept)
+        model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, kept)
         used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan, chosen, means.grads)
         # Whatever leads, bucket k's bytes are number k.
         sent = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
-        return self.use(state, Mean(grads, means.loss, means.aux, model_state, sent, used))
+        return Mean(grads, means.loss, means.aux, model_state, sent, used)
 
     def plan(self, params: Any, order: Sequence[int], *, dtype: Any = np.float32, early: bool = False) -> BucketPlan:
         """The buckets of the trained leaves in this order; those without elements have nothing to send."""
@@ -91,26 +95,16 @@ class Recipe:
         forms = jax.eval_shape(self.remembered, params)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
 
-    def by_wire(self, plan: BucketPlan, hook_state: Any) -> Memory:
-        """What is remembered for the leaves of each bucket, in the order of the wires."""
-        if self.options.hook is None:
-            return ()
-        leaves = plan.treedef.flatten_up_to(hook_state)
-        places = [() if m.bucket is None else plan.buckets[m.bucket].leaves for m in plan.messages]
-        return tuple(tuple(leaves[i] for i in place) for place in places)
+    def provisional_plan(self, params: Any) -> BucketPlan:
+        """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
+        return self.plan(params, self.chosen(params)[::-1])
 
-    def by_leaf(self, plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
-        """The inverse of `by_wire`; leaves that do not travel keep what `hook_state` has for them."""
-        if self.options.hook is None:
-            return hook_state
-        leaves = plan.treedef.flatten_up_to(hook_state)
-        for message, remembered in zip(plan.messages, memory):
-            if message.bucket is not None:
-                for i, new in zip(plan.buckets[message.bucket].leaves, remembered):
-                    leaves[i] = new
-        return plan.treedef.unflatten(leaves)
+    @property
+    def micro_batches(self) -> int:
+        """How many there are in this process's batch."""
+        return self.group.size // self.group.processes * self.options.accumulation_steps
 
-    def hold(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
+    def accumulate(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
         """What is pending when these rows are added, and their own mean loss and aux."""
         sums, pending = self._gather(state, pending, rows)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
@@ -152,44 +146,11 @@ class Recipe:
             given = (objective, chosen, state.params, pending, key, part)
             return contribute(*given, find_unused=self.options.find_unused_parameters)
 
-        now = accumulate(add, was._replace(sums=None), rows, self.options.accumulation_steps)
+        now = in_micro_batches(add, was._replace(sums=None), rows, self.options.accumulation_steps)
         return now.sums, now._replace(sums=plus(in_unit(was, now.unit), now.sums))
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
         return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index())
-
-    def _buffers(self, model_state: Any, rows: Any) -> tuple[Any, Any]:
-        """What of the buffers is sent, and what each replica keeps."""
-        if not self.options.broadcast_buffers or model_state is None:
-            return None, model_state
-        # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
-        leads = rows.leads if isinstance(rows, Joined) else None
-        mine = self.group.communicator.replica_index() == 0 if leads is None else jnp.any(leads)
-        active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
-
-        def part(x: Array) -> Array:
-            sent, counts = (x, active) if self._averaged(x) else (to_words(x), mine)
-            return jnp.where(counts, sent, jnp.zeros_like(sent))
-
-        # With `join` it is known only then how many took part: perhaps nobody of this group.
-        took_part = active if self.options.broadcast_buffers == "mean" else mine
-        return (jax.tree.map(part, model_state), None if leads is None else took_part.astype(jnp.float32)), None
-
-    def _landed(self, buffers: Any, state: TrainState) -> Any:
-        """Everybody's buffers, of the sums of what was sent."""
-        if buffers is None:
-            return None
-        totals, count = buffers
-        of = self.group.communicator.size if count is None else jnp.maximum(count, 1)
-
-        def land(old: Array, total: Array) -> Array:
-            new = (total / of).astype(old.dtype) if self._averaged(old) else from_words(total, old)
-            return new if count is None else jnp.where(count > 0, new, old)
-
-        return jax.tree.map(land, state.model_state, totals)
-
-    def _averaged(self, x: Array) -> bool:
-        return self.options.broadcast_buffers == "mean" and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _start(state: TrainState) -> Pending:

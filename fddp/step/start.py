@@ -3,13 +3,20 @@
 Source: `_sync_module_states` in PyTorch's `distributed.py`.
 """
 
+import platform
+from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from fddp.comm import REPLICATED, Group, laid_out, specs
+from fddp.comm import REPLICATED, Group, described, laid_out, specs
 from fddp.jaxpr import merge, split
+from fddp.optim import check_needs
+from fddp.step.checks import check_arrays, check_trained
+from fddp.step.replica import Replica
 
 
 def equal_start(group: Group, tree: Any) -> Any:
@@ -44,3 +51,24 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
         lambda tree: laid_out(group.placement, jax.tree.map(broadcast, tree), where), (REPLICATED,), REPLICATED
     )
     return program(group.placement.place(tree, REPLICATED))
+
+
+def described_start(
+    replica: Replica, optimizer: optax.GradientTransformation, params: Any, model_state: Any, rng: Any
+) -> Iterable[str]:
+    """What must be equal on all ranks before anything is sent, line by line; raises what is wrong with it."""
+    check_arrays(params)
+    check_trained(params, replica.chosen(params))
+    check_needs(optimizer, replica.trained(params))
+    opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
+    return [
+        f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
+        repr(replica.options),
+        f"plan {replica.provisional_plan(params).digest}",
+        f"{len(jax.tree.leaves(params))} parameters",
+        *described("parameter", params),
+        *described("parts of", specs(replica.group.placement, params)),
+        *described("optimizer", opt_state),
+        *described("model_state", model_state),
+        *described("rng", rng),
+    ]

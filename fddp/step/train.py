@@ -3,10 +3,10 @@
 Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyTorch Distributed" (VLDB 2020).
 """
 
-import platform
 from collections import deque
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,15 +16,16 @@ import optax
 
 import fddp
 from fddp.buckets import BucketPlan
-from fddp.comm import REPLICATED, Group, described, laid_out, specs, verify
+from fddp.comm import REPLICATED, Group, laid_out, specs, verify
 from fddp.losses import check_callable, make_objective
 from fddp.optim import check_needs, optimizer_laid_out, update
 from fddp.runtime import group_of
 from fddp.schedules import Timeline
-from fddp.step.checks import check_arrays, check_trained
 from fddp.step.options import Options, check_optimizer, explained, read_options
-from fddp.step.settle import Reducer
-from fddp.step.start import equal_start
+from fddp.step.replica import Replica
+from fddp.step.run import accumulate, lower, ready, synchronize
+from fddp.step.settle import Settled, Use
+from fddp.step.start import described_start, equal_start
 from fddp.step.state import Mean, StepInfo, TrainState
 
 LATELY = 100  # steps whose times are kept for `stats`
@@ -33,10 +34,10 @@ LATELY = 100  # steps whose times are kept for `stats`
 class TrainStep:
     """A training step over replicas; made by `train_step`."""
 
-    def __init__(
-        self, reducer: Reducer, optimizer: optax.GradientTransformation, make: "Callable[[Group], TrainStep]"
-    ) -> None:
-        self._reducer, self._optimizer, self._make = reducer, optimizer, make
+    def __init__(self, replica: Replica, optimizer: optax.GradientTransformation, use: Use) -> None:
+        self._replica, self._optimizer, self._use = replica, optimizer, use
+        self._guess: BucketPlan | None = None
+        self._settled: Settled | None = None
         self.steps, self.lately = 0, deque[Timeline](maxlen=LATELY)
         """How many steps this object has run, and when the last of them computed and communicated."""
 
@@ -55,11 +56,15 @@ class TrainStep:
         Raises:
           ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
         """
-        group = self._reducer.group
-        verify(group, "parameters, options or versions", lambda: self._form(params, model_state, rng))
+        group, replica = self.group, self._replica
+        verify(
+            group,
+            "parameters, options or versions",
+            lambda: described_start(replica, self._optimizer, params, model_state, rng),
+        )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        trained, optimizer = self._reducer.recipe.trained(params), self._optimizer
+        trained, optimizer = replica.trained(params), self._optimizer
         where = specs(group.placement, trained)
 
         def make(trained: Any) -> Any:
@@ -67,10 +72,9 @@ class TrainStep:
             return optimizer_laid_out(group.placement.other_axes, opt_state, trained, where)
 
         opt_state = group.placement.program(make, (REPLICATED,), REPLICATED)(trained)
-        hook_state = group.placement.program(
-            self._reducer.recipe.remembered, (REPLICATED,), group.placement.per_replica
-        )(params)
-        self._reducer.expect(params)
+        own = group.placement.per_replica
+        hook_state = group.placement.program(replica.remembered, (REPLICATED,), own)(params)
+        self._expect(replica.provisional_plan(params))
         number = group.placement.place(np.zeros((), np.int32), REPLICATED)
         return TrainState(number, params, opt_state, model_state, hook_state, None, rng)
 
@@ -90,10 +94,11 @@ class TrainStep:
           ValueError: rows are missing or cannot be divided; at the first batch on every rank.
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
-        (state, info), hook_state = self._reducer.reduce(state, batch)
+        self._settled = settled = ready(self._settled, self._replica, self._use, state, batch)
+        (state, info), hook_state, self._settled = synchronize(settled, state, batch)
         self.steps += 1
-        if self._reducer.runner.timeline is not None and self.steps > 1:  # the first compiles
-            self.lately.append(self._reducer.runner.timeline())
+        if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
+            self.lately.append(settled.runner.timeline())
         return state._replace(hook_state=hook_state), info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
@@ -109,11 +114,11 @@ class TrainStep:
         """
 
         def first(params: Any, model_state: Any, rng: Any) -> TrainState:
-            opt_state = self._optimizer.init(self._reducer.recipe.trained(params))
+            opt_state = self._optimizer.init(self._replica.trained(params))
             return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, (), None, rng)
 
         state = jax.eval_shape(first, params, model_state, rng)
-        return state._replace(hook_state=self._reducer.recipe.memory_form(params))
+        return state._replace(hook_state=self._replica.memory_form(params))
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.
@@ -125,7 +130,8 @@ class TrainStep:
         Returns:
           The state, its parameters unchanged; loss and metrics of this process's rows (of its first replica).
         """
-        state, means = self._reducer.hold(state, batch)
+        self._settled = ready(self._settled, self._replica, self._use, state, batch, "no_sync")
+        state, means = accumulate(self._settled, state, batch)
         return state, StepInfo(means.loss, means.aux)
 
     def timeline(self) -> Timeline:
@@ -134,7 +140,7 @@ class TrainStep:
         Raises:
           ValueError: the step is one program (schedule "fused"), inside which only a profiler can see.
         """
-        timeline = self._reducer.runner.timeline
+        timeline = self.settled.runner.timeline
         if timeline is None:
             raise ValueError("a fused step is one program; a step with a timeline has schedule 'staged' or 'after'.")
         return timeline()
@@ -168,7 +174,8 @@ class TrainStep:
         Raises:
           ValueError: the schedule runs several programs.
         """
-        return self._reducer.lower(state, batch)
+        self._settled = ready(self._settled, self._replica, self._use, state, batch)
+        return lower(self._settled, state, batch)
 
     def on(self, group: Group) -> "TrainStep":
         """The same step for other replicas.
@@ -179,22 +186,22 @@ class TrainStep:
         Returns:
           A step of its own; states are not shared.
         """
-        return self._make(group)
+        return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
     @property
     def is_one_program(self) -> bool:
         """Whether XLA launches the buckets (schedule "fused"), once the first batch has settled it."""
-        return self._reducer.runner.timeline is None
+        return self.settled.runner.timeline is None
 
     @property
     def group(self) -> Group:
         """The replicas."""
-        return self._reducer.group
+        return self._replica.group
 
     @property
     def options(self) -> Options:
         """How gradients are bucketed, accumulated and sent."""
-        return self._reducer.options
+        return self._replica.options
 
     @property
     def plan(self) -> BucketPlan:
@@ -202,27 +209,24 @@ class TrainStep:
 
         Where a replica is several devices, leaves and bytes are those of the parts that each of them holds.
         """
-        if self._reducer.plan is None:
+        plan = self._settled.plan if self._settled else self._guess
+        if plan is None:
             raise ValueError("a plan exists once a state does: call step.init(params) first.")
-        return self._reducer.plan
+        return plan
 
-    def _form(self, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
-        """What must be equal on all ranks before anything is sent."""
-        check_arrays(params)
-        check_trained(params, self._reducer.recipe.chosen(params))
-        check_needs(self._optimizer, self._reducer.recipe.trained(params))
-        opt_state = jax.eval_shape(lambda params: self._optimizer.init(self._reducer.recipe.trained(params)), params)
-        return [
-            f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
-            repr(self._reducer.options),
-            f"plan {self._reducer.provisional_plan(params).digest}",
-            f"{len(jax.tree.leaves(params))} parameters",
-            *described("parameter", params),
-            *described("parts of", specs(self._reducer.group.placement, params)),
-            *described("optimizer", opt_state),
-            *described("model_state", model_state),
-            *described("rng", rng),
-        ]
+    @property
+    def settled(self) -> Settled:
+        """Its plan and its programs, which the first batch settles."""
+        if self._settled is None:
+            raise ValueError("there is no program yet: the first batch settles it.")
+        return self._settled
+
+    def _expect(self, guess: BucketPlan) -> None:
+        """Prepares for parameters of this form; what was settled for another form is forgotten."""
+        settled = self._settled
+        if settled and (settled.plan.leaves, settled.plan.treedef) != (guess.leaves, guess.treedef):
+            self._settled = None
+        self._guess = guess
 
 
 @explained
@@ -264,24 +268,23 @@ def train_step(
     check_optimizer("train_step", optimizer)
     check_needs(optimizer)
     settings = read_options("train_step", options)
-    objective = make_objective(loss_fn, has_aux=has_aux)
+    replica = Replica(make_objective(loss_fn, has_aux=has_aux), group_of("train_step", group), settings)
+    return TrainStep(replica, optimizer, partial(_updated, optimizer))
 
-    def make(group: Group) -> TrainStep:
-        def use(state: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-            trained = reducer.recipe.trained(state.params)
-            new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
-            state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
-            state = laid_out(group.placement, state._replace(step=state.step + 1), reducer.where)
-            return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
 
-        reducer = Reducer(objective, group, settings, use)
-        return TrainStep(reducer, optimizer, make)
-
-    return make(group_of("train_step", group))
+def _updated(
+    optimizer: optax.GradientTransformation, replica: Replica, where: TrainState, state: TrainState, mean: Mean
+) -> tuple[TrainState, StepInfo]:
+    """One update of the optimizer, on every replica."""
+    trained = replica.trained(state.params)
+    new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
+    state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
+    state = laid_out(replica.group.placement, state._replace(step=state.step + 1), where)
+    return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
 
 
 def _with(params: Any, trained: Any) -> Any:
-    """Puts trained leaves back in their places: the inverse of `Recipe.trained`."""
+    """Puts trained leaves back in their places: the inverse of `Replica.trained`."""
     leaves, treedef = jax.tree.flatten(params)
     return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
 

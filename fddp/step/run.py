@@ -1,0 +1,85 @@
+"""A settled step, called."""
+
+from typing import Any
+
+import jax
+
+from fddp.comm import REPLICATED
+from fddp.hooks import by_leaf, by_message
+from fddp.jaxpr import refuse_deleted
+from fddp.losses import Sums
+from fddp.step.checks import check_params, refuse_tracers, verify_collectives
+from fddp.step.replica import Replica
+from fddp.step.settle import Settled, Use, admit, settle
+from fddp.step.state import TrainState
+
+
+def ready(
+    settled: Settled | None, replica: Replica, use: Use, state: TrainState, batch: Any, call: str = "step"
+) -> Settled:
+    """A step that is settled, and a batch that fits it.
+
+    Args:
+      settled: the step, or None before the first batch.
+      replica: what one replica does.
+      use: what is done with averaged gradients.
+      state: what a call was given.
+      batch: likewise.
+      call: its name.
+
+    Returns:
+      The settled step.
+    """
+    refuse_tracers((state.params, batch))
+    refuse_deleted(state)
+    if settled is None:
+        return settle(replica, use, state, batch, call)
+    check_params(settled.plan, state.params)
+    return admit(settled, state, batch)
+
+
+def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, Any, Settled]:
+    """Gradients of all replicas' rows, averaged and used.
+
+    Args:
+      settled: the step.
+      state: the state.
+      batch: this process's rows.
+
+    Returns:
+      What `use` made of them, the state of the hook, and the step, which now knows that all ranks send the same.
+    """
+    group, runner = settled.replica.group, settled.runner
+    arguments = (*_arguments(settled, state), batch)
+    if not settled.compared and runner.lower and group.processes > 1:
+        verify_collectives(group, runner.lower(*arguments))
+    with group.recovery.attempt():
+        result, memory = runner.run(*arguments)
+    hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
+    return result, hook_state, settled._replace(compared=True)
+
+
+def accumulate(settled: Settled, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
+    """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
+    placement = settled.replica.group.placement
+    replicated, pending, _ = _arguments(settled, state)
+    accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
+    if placement.shares_cores:
+        jax.block_until_ready(accumulated)
+    return state._replace(accumulated=accumulated), means
+
+
+def lower(settled: Settled, state: TrainState, batch: Any) -> jax.stages.Lowered:
+    """The whole step as XLA gets it."""
+    if settled.runner.lower is None:
+        raise ValueError("this step runs several programs; a step that can be lowered has schedule='fused'.")
+    return settled.runner.lower(*_arguments(settled, state), batch)
+
+
+def _arguments(settled: Settled, state: TrainState) -> tuple[TrainState, Any, Any]:
+    """What is equal on all replicas, what is pending, and what is remembered for each message."""
+    placement = settled.replica.group.placement
+    memory = by_message(settled.plan, state.hook_state) if settled.replica.options.hook else ()
+    # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
+    replicated = placement.place(state._replace(accumulated=None, hook_state=()), REPLICATED)
+    return replicated, *placement.place((state.accumulated, memory), placement.per_replica)

@@ -1,0 +1,214 @@
+"""The first batch settles a step: it is compared on all ranks, its program gives the order of readiness, the order the
+plan, the plan the pieces of a schedule. From then on a call is one run.
+
+Source: `Reducer` in PyTorch's `reducer.cpp`.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fddp.buckets import BucketPlan, scalar_dtype
+from fddp.comm import REPLICATED, described, specs, trace, verify
+from fddp.jax_internals import ClosedJaxpr, without_jit
+from fddp.jaxpr import collectives, ready_order
+from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
+from fddp.step.checks import check_batch, check_memory, check_paths
+from fddp.step.replica import Replica
+from fddp.step.state import Mean, TrainState
+
+SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
+
+# (replica, where the state's arrays lie, state, mean) -> what a call returns; runs on every replica
+Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
+
+
+class Settled(NamedTuple):
+    """A step, once a batch is known."""
+
+    replica: Replica
+    """What one replica does; it counts rows in units of the first batch's."""
+    plan: BucketPlan
+    specs: TrainState
+    """A tree like the state: where the parts of each array lie, if a replica is several devices."""
+    runner: Runner
+    """What the schedule made of the step."""
+    accumulate: jax.stages.Wrapped
+    """The program that adds a batch to what is pending."""
+    left_out: tuple[int, ...]
+    """Trained leaves that no bucket holds, and"""
+    forms: frozenset[Any]
+    """the forms of batches whose loss is known to have no path to them."""
+    compared: bool = False
+    """Whether the ranks' compiled programs are known to send the same."""
+
+
+def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
+    """Settles a step; every rank calls it with its first batch.
+
+    Args:
+      replica: what one replica does.
+      use: what is done with averaged gradients.
+      state: the first state.
+      batch: this process's rows.
+      call: what the user called, to be compared.
+
+    Returns:
+      The settled step.
+
+    Raises:
+      ValueError: the batch does not fit, or ranks differ; on every rank.
+      TypeError: the loss returns something else than promised.
+    """
+    group, options, chosen = replica.group, replica.options, replica.chosen(state.params)
+    found: list[tuple[Any, ...]] = []
+
+    def describe() -> Iterable[str]:
+        check_batch(replica, state, batch)
+        check_memory(replica, state)
+        program, told = _gradients(replica, state, batch)
+        order = chosen[::-1] if options.order == "reverse" else _ready(program, chosen)
+        schedule = _schedule(replica, program)
+        found.append((order, _paths(replica, state, batch), schedule, told))
+        return [
+            f"call {call}",
+            repr(options),
+            f"schedule {schedule.__name__}",
+            f"plan {replica.provisional_plan(state.params).digest}",
+            *described("batch", batch),
+            *described("parameter", state.params),
+            *described("model_state", state.model_state),
+            *described("rng", state.rng),
+            *described("loss and aux", told),
+        ]
+
+    verify(group, "batch or loss", describe)
+    ((order, paths, schedule, told),) = found
+    # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
+    # path to the loss on any rank does not travel.
+    order = group.broadcast(np.asarray(order, np.int32))
+    paths = group.all_reduce(np.asarray(paths, np.int32), op="max")
+    reached = {i for i, path in zip(chosen, paths) if path}
+    # Where each step skips what it does not use, a later batch may use what this one has no path to.
+    later = [i for i in order if i not in reached] if options.skip_all_reduce_unused_params else []
+    order = [*(i for i in order if i in reached), *later]
+    where = specs(group.placement, state._replace(accumulated=None, hook_state=()))
+    averaged = state.model_state if options.broadcast_buffers == "mean" else None
+    dtype = scalar_dtype(jax.tree.leaves((told, averaged)))
+    plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after))
+    replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
+
+    def finish(state: TrainState, *back: Any) -> Any:
+        return use(replica, where, state, replica.mean(plan, where.params, state, *back))
+
+    pieces = Pieces(partial(replica.local, plan, where.params), replica.reductions(plan, state.params), finish)
+    own, donated = group.placement.per_replica, (1,) if options.donate else ()
+    in_specs, out_specs = (REPLICATED, own, own), (own, REPLICATED)
+    return Settled(
+        replica=replica,
+        plan=plan,
+        specs=where,
+        runner=schedule(group, pieces, options.donate),
+        accumulate=group.placement.program(replica.accumulate, in_specs, out_specs, donate=donated),
+        left_out=tuple(i for i in chosen if i not in order),
+        forms=frozenset({_form(batch)}),
+    )
+
+
+def admit(settled: Settled, state: TrainState, batch: Any) -> Settled:
+    """Checks a later batch, on this rank alone.
+
+    A batch of another form may have another program, with paths that the first one had not.
+
+    Args:
+      settled: the step.
+      state: the state.
+      batch: this process's rows.
+
+    Returns:
+      The step, which knows this form of a batch.
+
+    Raises:
+      ValueError: the batch does not fit.
+    """
+    check_batch(settled.replica, state, batch)
+    form = _form(batch)
+    if not settled.left_out or form in settled.forms:
+        return settled
+    chosen = settled.replica.chosen(state.params)
+    paths = dict(zip(chosen, _paths(settled.replica, state, batch)))
+    check_paths(settled.plan, [i for i in settled.left_out if paths[i]])
+    return settled._replace(forms=settled.forms | {form})
+
+
+def _ready(program: ClosedJaxpr, chosen: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(chosen[k] for k in ready_order(program, len(chosen)))
+
+
+def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
+    """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
+
+    def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
+        sums = replica.one(state, _part(replica, batch))
+        return sums.grads, (sums.loss, sums.aux)
+
+    try:
+        closed, (_, told) = trace(replica.group.placement, program, state, batch)
+        return closed, told
+    except NameError as error:
+        unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
+        if unbound is None:
+            raise
+        axis = replica.group.axis_name
+        there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
+        raise ValueError(
+            f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has {there}."
+        ) from None
+
+
+def _paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
+    """Which of the trained leaves have a path to the loss."""
+    found: list[tuple[bool, ...]] = []
+
+    def program(state: TrainState, batch: Any) -> None:
+        found.append(replica.paths(state, _part(replica, batch)))
+
+    trace(replica.group.placement, program, state, batch)
+    return found[0]
+
+
+def _part(replica: Replica, batch: Any) -> Any:
+    """The rows of one micro-batch."""
+    return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
+
+
+def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
+    """The schedule that was asked for, or the one that overlaps here."""
+    group, asked, own = replica.group, replica.options.schedule, collectives(program)
+    axes = group.placement.other_axes
+    if asked == "staged" and own:
+        raise ValueError(
+            f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
+            "another thread sends would differ between ranks; use schedule='fused'."
+        )
+    if asked == "staged" and axes:
+        raise ValueError(
+            f"a replica is several devices here (along {', '.join(map(repr, axes))}), and schedule='staged' cuts the "
+            "program of one; use schedule='fused'."
+        )
+    if callable(asked):
+        return asked
+    if asked != "auto":
+        return SCHEDULES[asked]
+    cpu_hosts = group.processes > 1 and group.size == group.processes and jax.default_backend() == "cpu"
+    return staged if cpu_hosts and not (own or axes or without_jit()) else fused
+
+
+def _form(batch: Any) -> Any:
+    """Structure, shapes and dtypes: what a program is traced for."""
+    return jax.tree.structure(batch), tuple((np.shape(x), x.dtype) for x in jax.tree.leaves(batch))
