@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from every_schedule import SCHEDULES
 from jax.ad_checkpoint import checkpoint_name
-from schedules import SCHEDULES
 
 import fddp
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from schedules import SCHEDULES
+from every_schedule import SCHEDULES
 
 import fddp
 

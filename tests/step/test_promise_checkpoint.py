@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from schedules import SCHEDULES
+from every_schedule import SCHEDULES
 
 import fddp
 

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 from _pytest.mark.structures import ParameterSet
+from every_schedule import SCHEDULES
 from jax.sharding import PartitionSpec
-from schedules import SCHEDULES
 
 import fddp
 from fddp import hooks

@@ -26,7 +26,7 @@ from workers.train_all import Run, train
 import fddp
 from models import gpt, tensor_parallel
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ON_REPLICAS, ON_PARTS = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
