@@ -204,7 +204,10 @@ def _merged(flight: Flight) -> bool:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x))
+    dtype = getattr(x, "dtype", None) or jnp.result_type(x)
+    # NumPy's float64 is JAX's float32, unless that was told to go on in 64 bits; JAX 0.11 warns of what it shortens.
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype if extended else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _problems(audit: Audit) -> Iterator[str]:
