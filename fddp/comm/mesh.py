@@ -1,7 +1,6 @@
 """Replicas that are devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local)."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, placed
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, placed, placed_alike
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
@@ -142,7 +141,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
 
     def place(tree: Any, where: PartitionSpec) -> Any:
         if single or where != REPLICATED:
-            return jax.tree.map(partial(placed, sharding=NamedSharding(mesh, where)), tree)
+            return placed_alike(tree, NamedSharding(mesh, where))
         return jax.tree.map(lambda x: placed(x, NamedSharding(mesh, spec(x))), tree)
 
     def feed(rows: Any) -> Any:

@@ -4,7 +4,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jaxtyping import Shaped, UInt8
 
 from fddp.comm.communicator import mpi_communicator, mpi_word
 from fddp.comm.group import Group
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed_alike
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
 
@@ -72,7 +71,7 @@ def mpi_placement() -> Placement:
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         del spec
-        return jax.tree.map(partial(placed, sharding=here), tree)
+        return placed_alike(tree, here)
 
     return Placement(
         axis_name=None,

@@ -34,7 +34,7 @@ def refuse_deleted(state: Any) -> None:
     Raises:
       ValueError: an array of it was donated.
     """
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+    if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
         raise ValueError(
             "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
             "state that the step returned, or make the step with donate=False to use a state several times."
