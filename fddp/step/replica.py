@@ -38,6 +38,14 @@ class Replica:
     unit: int | None = None
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
 
+    def __post_init__(self) -> None:
+        axes = self.group.placement.other_axes
+        if self.options.hook is not None and axes:
+            raise ValueError(
+                f"{self.options.hook} works on whole buckets, and a replica of this group is several devices, along "
+                f"{', '.join(map(repr, axes))}; a hook needs replicas of one device each."
+            )
+
     def local(
         self, plan: BucketPlan, where: Any, state: TrainState, pending: Pending | None, rows: Any
     ) -> tuple[Wires, Any]:

@@ -21,20 +21,8 @@ from workers.train_all import RUNS, Run, runs, train
 import fddp
 
 
-@cache
-def start(model: str, rule: str) -> Any:
-    with trainings.precision(rule):
-        return trainings.start(model, rule)
-
-
-@cache
-def alone(model: str, rule: str) -> trainings.Result:
-    with trainings.precision(rule):
-        return trainings.alone(model, rule, start(model, rule))
-
-
 def assert_equivalent(result: trainings.Result, run: Run) -> None:
-    expected = alone(run.model, run.rule)
+    expected = trainings.alone(run.model, run.rule)
     assert jax.tree.map(form, result) == jax.tree.map(form, expected)
     assert trainings.relative_error(result, expected) <= trainings.RULES[run.rule].tolerance
 
@@ -54,7 +42,7 @@ def here(run: Run) -> ParameterSet:
 @pytest.mark.parametrize("run", [here(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
     with trainings.precision(run.rule):
-        result = train(group(8), run, start(run.model, run.rule))
+        result = train(group(8), run, trainings.start(run.model, run.rule))
         assert_equivalent(jax.device_get(result), run)
     for array in jax.tree.leaves(result):
         copies = {np.asarray(shard.data).tobytes() for shard in array.addressable_shards}
@@ -63,8 +51,8 @@ def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int
 
 
 def test_the_references_have_moved_from_their_start():
-    expected = alone("gpt", "sgd")
-    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), expected.params, start("gpt", "sgd")[0])
+    expected = trainings.alone("gpt", "sgd")
+    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), expected.params, trainings.start("gpt", "sgd")[0])
     assert min(jax.tree.leaves(moved)) > 1e-4
     assert len(set(expected.losses.tolist())) == trainings.STEPS
 
@@ -81,7 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, trainings.Result]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
-        starts = {(run.model, run.rule): start(run.model, run.rule) for run in runs(backend, size)}
+        starts = {(run.model, run.rule): trainings.start(run.model, run.rule) for run in runs(backend, size)}
         (folder / "starts.pickle").write_bytes(pickle.dumps(starts))
         outcome = launch(backend, size, "train_all.py", folder, folder=folder, timeout_s=300)
         return outcome, [load(folder / f"result_{rank}.pickle") for rank in range(size)]

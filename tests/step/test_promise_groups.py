@@ -35,18 +35,6 @@ def mesh() -> Mesh:
     return tensor_parallel.two_axes(4, 2)
 
 
-@cache
-def start(model: str, rule: str) -> Any:
-    with trainings.precision(rule):
-        return trainings.start(model, rule)
-
-
-@cache
-def alone(model: str, rule: str) -> trainings.Result:
-    with trainings.precision(rule):
-        return trainings.alone(model, rule, start(model, rule))
-
-
 def in_halves(tree: Any) -> set[str]:
     """Names of the leaves of which every device holds one half."""
     named = jax.tree_util.tree_leaves_with_path(tree)
@@ -62,9 +50,9 @@ MATRICES = {"query", "key", "value", "out", "gate", "up", "down", "embed"}
 @pytest.mark.parametrize("run", [Run("gpt", "adamw", "fused", 2), Run("gpt", "adamw", "after")], ids=str)
 def test_four_replicas_of_two_devices_end_where_one_device_does(run: Run):
     with trainings.precision(run.rule):
-        params = tensor_parallel.placed(start(run.model, run.rule)[0], mesh())
+        params = tensor_parallel.placed(trainings.start(run.model, run.rule)[0], mesh())
         result = train(fddp.mesh_group(mesh()), run, (params, None))
-        expected = alone(run.model, run.rule)
+        expected = trainings.alone(run.model, run.rule)
         assert trainings.relative_error(jax.device_get(result), expected) <= trainings.RULES[run.rule].tolerance
         assert {name.split("/")[-2] for name in in_halves(result.params)} == MATRICES
 
@@ -234,6 +222,17 @@ def test_a_replica_in_parts_cannot_be_staged():
     step = fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule="staged")
     with pytest.raises(ValueError, match=r"a replica is several devices here \(along 'part'\).*schedule='fused'"):
         step(step.init(in_parts(mesh())), X)
+
+
+def test_a_hook_cannot_have_whole_buckets_of_a_replica_in_parts():
+    says, hook = r"several devices, along 'part'; a hook needs replicas of one device each", fddp.hooks.bf16()
+    parts, whole = fddp.mesh_group(mesh()), fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
+    for call in (partial(fddp.train_step, loss, optax.sgd(1.0)), partial(fddp.value_and_grad, loss)):
+        with pytest.raises(ValueError, match=says):
+            call(group=parts, hook=hook)
+    step = fddp.train_step(loss, optax.sgd(1.0), group=whole, hook=hook)
+    with pytest.raises(ValueError, match=says):
+        step.on(parts)
 
 
 def test_a_subgroup_keeps_the_axes_of_its_mesh():

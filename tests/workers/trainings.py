@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -78,14 +78,17 @@ def batch(model: str, step: int) -> Any:
     return package.batch(module, ROWS, seed=step)
 
 
+@cache
 def start(model: str, rule: str) -> tuple[Any, Any]:
     """Parameters and buffers before the first step, as numpy arrays."""
     package, rows = MODELS[model][0], batch(model, 0)
-    init = jax.jit(lambda key: package.init(linen(model, rule), key, rows), compiler_options=UNOPTIMIZED)
-    return jax.device_get(init(jax.random.key(0)))
+    with precision(rule):
+        init = jax.jit(lambda key: package.init(linen(model, rule), key, rows), compiler_options=UNOPTIMIZED)
+        return jax.device_get(init(jax.random.key(0)))
 
 
-def alone(model: str, rule: str, start: tuple[Any, Any]) -> Result:
+@cache
+def alone(model: str, rule: str) -> Result:
     """The training on one device that sees the joined batch."""
     loss, optimizer = loss_fn(model, rule), RULES[rule].optimizer
 
@@ -101,12 +104,13 @@ def alone(model: str, rule: str, start: tuple[Any, Any]) -> Result:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), model_state, opt_state, value
 
-    params, model_state = start
-    opt_state, losses = optimizer.init(params), []
-    for number in range(STEPS):
-        params, model_state, opt_state, value = step(params, model_state, opt_state, batch(model, number))
-        losses.append(value)
-    return jax.device_get(Result(params, model_state, jnp.stack(losses)))
+    with precision(rule):
+        params, model_state = start(model, rule)
+        opt_state, losses = optimizer.init(params), []
+        for number in range(STEPS):
+            params, model_state, opt_state, value = step(params, model_state, opt_state, batch(model, number))
+            losses.append(value)
+        return jax.device_get(Result(params, model_state, jnp.stack(losses)))
 
 
 def relative_error(result: Result, expected: Result) -> float:
