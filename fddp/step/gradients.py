@@ -12,7 +12,7 @@ from fddp.runtime import group_of
 from fddp.step.checks import refuse_tracers
 from fddp.step.options import explained, read_options
 from fddp.step.replica import Replica
-from fddp.step.run import ready, synchronize
+from fddp.step.run import compare, ready, synchronize
 from fddp.step.settle import Settled
 from fddp.step.state import Mean, TrainState
 
@@ -78,7 +78,8 @@ def value_and_grad(
             raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
         state = state._replace(hook_state=hook_state)
         settled = ready(settled, replica, use, state, batch)
-        result, _, settled = synchronize(settled, state, batch)
+        settled = compare(settled, state, batch)
+        result, _ = synchronize(settled, state, batch)
         return result
 
     return f

@@ -38,7 +38,29 @@ def ready(
     return admit(settled, state, batch)
 
 
-def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, Any, Settled]:
+def compare(settled: Settled, state: TrainState, batch: Any) -> Settled:
+    """Compares what the ranks' programs send, once; keep what comes back before anything is run.
+
+    A rank whose first run fails alone and is tried again would else compare alone, and wait for ever.
+
+    Args:
+      settled: the step.
+      state: the state.
+      batch: this process's rows.
+
+    Returns:
+      The step, which knows that all ranks send the same.
+
+    Raises:
+      ValueError: they do not; on every rank.
+    """
+    group, lower = settled.replica.group, settled.runner.lower
+    if not settled.compared and lower and group.processes > 1:
+        verify_collectives(group, lower(*_arguments(settled, state), batch))
+    return settled if settled.compared else settled._replace(compared=True)
+
+
+def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, Any]:
     """Gradients of all replicas' rows, averaged and used.
 
     Args:
@@ -47,16 +69,12 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
       batch: this process's rows.
 
     Returns:
-      What `use` made of them, the state of the hook, and the step, which now knows that all ranks send the same.
+      What `use` made of them, and the state of the hook.
     """
-    group, runner = settled.replica.group, settled.runner
-    arguments = (*_arguments(settled, state), batch)
-    if not settled.compared and runner.lower and group.processes > 1:
-        verify_collectives(group, runner.lower(*arguments))
-    with group.recovery.attempt():
-        result, memory = runner.run(*arguments)
+    with settled.replica.group.recovery.attempt():
+        result, memory = settled.runner.run(*_arguments(settled, state), batch)
     hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
-    return result, hook_state, settled._replace(compared=True)
+    return result, hook_state
 
 
 def accumulate(settled: Settled, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:

@@ -23,7 +23,7 @@ from fddp.runtime import group_of
 from fddp.schedules import Timeline
 from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
-from fddp.step.run import accumulate, lower, ready, synchronize
+from fddp.step.run import accumulate, compare, lower, ready, synchronize
 from fddp.step.settle import Settled, Use
 from fddp.step.start import described_start, equal_start
 from fddp.step.state import Mean, StepInfo, TrainState
@@ -94,8 +94,9 @@ class TrainStep:
           ValueError: rows are missing or cannot be divided; at the first batch on every rank.
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
-        self._settled = settled = ready(self._settled, self._replica, self._use, state, batch)
-        (state, info), hook_state, self._settled = synchronize(settled, state, batch)
+        self._settled = ready(self._settled, self._replica, self._use, state, batch)
+        self._settled = settled = compare(self._settled, state, batch)
+        (state, info), hook_state = synchronize(settled, state, batch)
         self.steps += 1
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())

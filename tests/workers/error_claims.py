@@ -18,6 +18,7 @@ import optax
 from workers.claims import claim, error_of
 
 import fddp
+from fddp.schedules import fused
 
 LEAVES = 6
 PLACES = ("before a message", "after a message", "in a stage", "in an update")
@@ -120,6 +121,29 @@ def after_an_error_that_all_ranks_catch_the_next_attempt_trains(group: fddp.Grou
 @claim()
 def after_an_error_on_one_of_several_lanes_the_next_attempt_trains(group: fddp.Group):
     errors_on_all_ranks_are_caught(group, 2, *PLACES[:2] * 4)
+
+
+@claim()
+def a_rank_whose_first_run_fails_alone_does_not_compare_its_program_again(group: fddp.Group):
+    runs: list[int] = []
+
+    def late(*args: Any) -> Any:
+        runner = fused(*args)
+
+        def run(*args: Any) -> Any:
+            runs.append(group.rank)
+            if len(runs) == 1 and group.rank == group.size - 1:
+                raise ArithmeticError("on purpose")
+            return runner.run(*args)
+
+        return runner._replace(run=run)
+
+    step = fddp.train_step(lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.5), group=group, schedule=late, donate=False)
+    state = step.init(jnp.zeros(10))
+    if group.rank == group.size - 1:
+        assert "on purpose" in error_of(partial(step, state, rows(group)), Exception)
+    new, _ = step(state, rows(group))
+    np.testing.assert_array_equal(new.params, np.full(10, np.arange(group.size).mean()))
 
 
 @claim()
