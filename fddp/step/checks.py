@@ -91,11 +91,12 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
             f"{replica.group.size // replica.group.processes} replicas × {replica.options.accumulation_steps} "
             "micro-batches."
         )
+    held = replica.group.placement.replicas_in_array
     for pending in jax.tree.leaves(state.accumulated)[:1]:
-        if len(pending) != replica.group.placement.replicas_in_array:
+        if len(pending) != held:
             raise ValueError(
                 f"the state has gradients pending of {len(pending)} replicas, this group has "
-                f"{replica.group.size}; synchronize with a step before the number of replicas changes."
+                f"{held}; synchronize with a step before the number of replicas changes."
             )
 
 

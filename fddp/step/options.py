@@ -105,13 +105,19 @@ class Options:
     def __repr__(self) -> str:
         """Equal on ranks that were given the same options: functions by their names."""
         shown = {option.name: getattr(self, option.name) for option in fields(self) if option.repr}
-        names = [f"{name}={getattr(value, '__name__', repr(value))}" for name, value in shown.items()]
+        names = [f"{name}={name_of(value) if callable(value) else repr(value)}" for name, value in shown.items()]
         return f"Options({', '.join(names)})"
 
     @property
     def caps(self) -> dict[str, float]:
         """The arguments of `make_plan`."""
         return {name: getattr(self, name) for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A name that is equal on all ranks; a `functools.partial` has that of its function."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def explained(function: Function) -> Function:

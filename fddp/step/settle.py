@@ -19,6 +19,7 @@ from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order
 from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_paths
+from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
 
@@ -78,7 +79,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         return [
             f"call {call}",
             repr(options),
-            f"schedule {schedule.__name__}",
+            f"schedule {name_of(schedule)}",
             f"plan {replica.provisional_plan(state.params).digest}",
             *described("batch", batch),
             *described("parameter", state.params),
