@@ -105,10 +105,12 @@ def count_aside(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[
 
     So a branch tells its bytes as a value of the program, and not all branches are counted.
     """
-    before = len(comm.sent or ())
+    if comm.sent is None:
+        return count_bytes(comm, f, *args)
+    before = len(comm.sent)
     result = f(comm, *args)
-    sent = sum((comm.sent or [])[before:])
-    del (comm.sent or [])[before:]
+    sent = sum(comm.sent[before:])
+    del comm.sent[before:]
     return result, sent
 
 
