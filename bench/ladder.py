@@ -12,8 +12,8 @@ Source: Li et al. (VLDB 2020), sections 3.2.1 to 3.2.4.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -29,12 +29,7 @@ from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
 from fddp.analysis.plots import figure
-from fddp.comm.group import Group
-from fddp.hooks.memory import Memory
-from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.send import Sent, remembered, sending
-from fddp.schedules.threads import Cut, cut_step, land
-from fddp.schedules.timeline import Span, Timeline
+from fddp.schedules import Pieces, Runner, compiled, in_order, in_stages
 
 MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
 FIRST = "after, per leaf"
@@ -115,27 +110,9 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
     }
 
 
-def blocking(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def blocking(group: fddp.Group, pieces: Pieces, donate: bool) -> Runner:
     """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits for it."""
-    send, cuts, spans = sending(group, pieces.reductions), list[Cut](), list[Span]()
-
-    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        rows = group.placement.place(rows, group.placement.per_replica)
-        now = cuts[0] if cuts else cut_step(group, pieces, donate, state, pending, rows)
-        cuts[:] = [now]
-        values, sends, kept = dict(enumerate(jax.tree.leaves((state, pending, rows)))), list[Sent](), list[Any]()
-        spans.clear()
-        for k in range(len(now.backward.stages)):
-            start = perf_counter()
-            wire, *kept = jax.block_until_ready(now.backward.run(k, values))
-            spans.append(Span("compute", f"stage {k}", start, perf_counter()))
-            sends.append(send(k, memory, lambda: sends[0], wire))
-        spans.extend(one.span for one in sends)
-        back = [lambda one=one: one for one in sends]
-        result = land(group, now.update, jax.tree.leaves(state), back, kept, spans)
-        return now.result.unflatten(result), remembered(sends, memory)
-
-    return Runner(run, None, lambda: Timeline(tuple(spans)))
+    return in_order(group, partial(in_stages, group.placement, pieces), donate, compiled)
 
 
 def table(title: str, result: dict[str, Any]) -> Table:

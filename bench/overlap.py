@@ -32,7 +32,7 @@ from bench.jobs import ending
 from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
 from fddp.analysis.plots import draw, figure
-from fddp.schedules.timeline import Span, Timeline, simulate
+from fddp.schedules.timeline import Span, Timeline, outline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
 # Near what fddp.tune picks here, see bench/tuning.py.
@@ -117,7 +117,7 @@ def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timelin
         sends = _medians(spans[after], "communication")
         # What is neither, Python, comes at the end, as it does in every way.
         updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
-        bound = simulate(stages, sends, updates).seconds
+        bound = simulate(*outline(stages, sends, updates)).seconds
         saved, lost = times[after] - times[staged], float(np.median([_waited(ranks) for ranks in spans[staged]]))
         result[wire] = {
             "alone_ms": 1e3 * times[alone],
@@ -142,7 +142,8 @@ def _waited(ranks: Sequence[Timeline]) -> float:
     """What a step took beyond the bound that its own stages, all-reduces and updates set."""
     sends = np.min([[span.seconds for span in line.communication] for line in ranks], axis=0).tolist()
     took = lambda spans: [span.seconds for span in spans]  # noqa: E731
-    return max(line.seconds - simulate(took(line.compute), sends, took(line.updates)).seconds for line in ranks)
+    bounds = [simulate(*outline(took(line.compute), sends, took(line.updates))).seconds for line in ranks]
+    return max(line.seconds - bound for line, bound in zip(ranks, bounds))
 
 
 def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:

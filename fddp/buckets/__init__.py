@@ -15,7 +15,7 @@ from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
 from fddp.buckets.plan import make_plan as make_plan
 from fddp.buckets.plan import place_scalars as place_scalars
-from fddp.buckets.tail import Wires as Wires
+from fddp.buckets.tail import Messages as Messages
 from fddp.buckets.tail import scalar_dtype as scalar_dtype
 from fddp.buckets.words import from_words as from_words
 from fddp.buckets.words import sub_byte as sub_byte

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from fddp.buckets.packing import pack, unpack
 from fddp.buckets.plan import BucketPlan
-from fddp.buckets.tail import Wires, add_tail, take_tail
+from fddp.buckets.tail import Messages, add_tail, take_tail
 from fddp.jax_internals import over_axes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Wires:
+def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Messages:
     """Packs gradients and tail into what is sent, on each device the parts that it holds; inside a program.
 
     Args:
@@ -36,20 +36,20 @@ def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, wh
     """
     leaves, inside = plan.treedef.flatten_up_to(tree), plan.treedef.flatten_up_to(where)
 
-    def pack_here(leaves: list[Any], tail: Any) -> Wires:
+    def pack_here(leaves: list[Any], tail: Any) -> Messages:
         return add_tail(plan, pack(plan, plan.treedef.unflatten(leaves)), tail)
 
     in_specs = ([None if x is None else spec for x, spec in zip(leaves, inside)], PartitionSpec())
     return _on_each_device(axes, pack_here, in_specs, PartitionSpec(axes))(leaves, tail)
 
 
-def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, wires: Wires, where: Any) -> tuple[list[Any], Any]:
+def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, messages: Messages, where: Any) -> tuple[list[Any], Any]:
     """Takes gradients and tail out of what came back: the inverse of `pack_parts`.
 
     Args:
       axes: along which the devices of a replica lie.
       plan: the plan that `pack_parts` followed.
-      wires: what it returned, summed over replicas.
+      messages: what it returned, summed over replicas.
       where: as there.
 
     Returns:
@@ -57,12 +57,12 @@ def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, wires: Wires, where: A
     """
     inside = plan.treedef.flatten_up_to(where)
 
-    def unpack_here(wires: Wires) -> tuple[list[Any], Any]:
-        buckets, tail = take_tail(plan, wires)
+    def unpack_here(messages: Messages) -> tuple[list[Any], Any]:
+        buckets, tail = take_tail(plan, messages)
         return plan.treedef.flatten_up_to(unpack(plan, buckets)), tail
 
     out_specs = (inside, PartitionSpec())
-    return _on_each_device(axes, unpack_here, (PartitionSpec(axes),), out_specs)(wires)
+    return _on_each_device(axes, unpack_here, (PartitionSpec(axes),), out_specs)(messages)
 
 
 def _on_each_device(axes: tuple[str, ...], f: Function, in_specs: Any, out_specs: Any) -> Function:

@@ -21,7 +21,7 @@ from fddp.buckets.plan import BucketPlan
 
 
 @dataclass(frozen=True)
-class Wires:
+class Messages:
     """What is sent: one flat array per all-reduce, and how the tail lies at the end of one of them."""
 
     arrays: tuple[Shaped[Array, " n"], ...]
@@ -29,11 +29,11 @@ class Wires:
     """Shapes and structure of the tail; static."""
 
 
-jax.tree_util.register_dataclass(Wires, data_fields=["arrays"], meta_fields=["tail"])
+jax.tree_util.register_dataclass(Messages, data_fields=["arrays"], meta_fields=["tail"])
 
 
-def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
-    """Puts a tree of small numbers behind the bucket that carries them exactly, or on a wire of their own.
+def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Messages:
+    """Puts a tree of small numbers behind the bucket that carries them exactly, or into a message of their own.
 
     Args:
       plan: the plan of the buckets.
@@ -52,22 +52,22 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Wires:
     if jnp.finfo(arrays[at].dtype).bits < jnp.finfo(dtype).bits:
         raise ValueError(f"{plan.carrier.name}, of {arrays[at].dtype}, cannot carry scalars of {dtype}.")
     arrays[at] = joined([arrays[at], *words], arrays[at].dtype)
-    return Wires(tuple(arrays), (shapes, treedef))
+    return Messages(tuple(arrays), (shapes, treedef))
 
 
-def take_tail(plan: BucketPlan, wires: Wires) -> tuple[tuple[Array, ...], Any]:
+def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], Any]:
     """Splits what was sent into buckets and tail: the inverse of `add_tail`.
 
     Args:
       plan: the plan of the buckets.
-      wires: what `add_tail` returned, summed over replicas.
+      messages: what `add_tail` returned, summed over replicas.
 
     Returns:
       The buckets and the tail.
     """
-    shapes, treedef = wires.tail
+    shapes, treedef = messages.tail
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
-    at, arrays = plan.messages.index(plan.carrier), list(wires.arrays)
+    at, arrays = plan.messages.index(plan.carrier), list(messages.arrays)
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
     buckets = [array for message, array in zip(plan.messages, arrays) if message.bucket is not None]
     pieces = jax.lax.split(jnp.real(words), sizes)

@@ -1,10 +1,10 @@
-"""How the sum of a wire is made: plainly, through a hook, or not at all where no replica used what is on it.
+"""How the sum of a message is made: plainly, through a hook, or not at all where no replica used what is in it.
 
 Source: `register_comm_hook` and `skip_all_reduce_unused_params` in PyTorch; paper section 6.2.2 for layers that are
 dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ from fddp.hooks.hook import GradBucket, Hook
 
 
 class Reduction(NamedTuple):
-    """The sum of one wire over replicas."""
+    """The sum of one message over replicas."""
 
     name: str = "tail"
     apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
-    """(comm, wire, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
+    """(comm, message, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
     a better way for between programs."""
     leaves: tuple[int, ...] | None = None
-    """Places in the mask, with which the first wire then begins; it is sent if a replica used one of them. None:
+    """Places in the mask, with which the first message then begins; it is sent if a replica used one of them. None:
     always."""
 
 
@@ -39,7 +39,7 @@ def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None
     Args:
       plan: the buckets.
       hook: what is done with each bucket; None: the plain sum.
-      mask: the leaves whose use the first wire tells, so that buckets which nobody used are not sent; None: all are.
+      mask: the leaves whose use the first message tells, so that buckets which nobody used are not sent; None: all are.
 
     Returns:
       One for each message in turn.
@@ -61,7 +61,7 @@ def summed(
     comm: Communicator,
     reduction: Reduction,
     mask: Float[Array, " n"] | None,
-    wire: Shaped[Array, " n"],
+    message: Shaped[Array, " n"],
     memory: Any,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
     """Makes the sum inside a program.
@@ -70,16 +70,16 @@ def summed(
       comm: how the replicas talk.
       reduction: how.
       mask: how many replicas used each leaf, and more behind it, where the reduction asks.
-      wire: this replica's part.
-      memory: what it remembers for this wire.
+      message: this replica's part.
+      memory: what it remembers for this message.
 
     Returns:
-      The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are as_uint32).
+      The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are told).
     """
-    apply = reduction.apply or (lambda comm, wire, memory: (comm.all_reduce(wire), memory))
+    apply = reduction.apply or (lambda comm, message, memory: (comm.all_reduce(message), memory))
 
     def send() -> tuple[Array, Any, Array]:
-        (total, new), sent = count_bytes(comm, apply, wire, memory)
+        (total, new), sent = count_bytes(comm, apply, message, memory)
         return total, new, as_uint32(sent)
 
     if reduction.leaves is None or mask is None:
@@ -87,41 +87,8 @@ def summed(
     return jax.lax.cond(
         jnp.any(mask[np.asarray(reduction.leaves)] > 0),
         send,
-        lambda: (jnp.zeros_like(wire), memory, jnp.uint32(0)),
+        lambda: (jnp.zeros_like(message), memory, jnp.uint32(0)),
     )
-
-
-def all_summed(
-    comm: Communicator, reductions: Sequence[Reduction], wires: Sequence[Array], memories: Sequence[Any]
-) -> tuple[tuple[Array, ...], tuple[Any, ...], UInt32[Array, " wires"]]:
-    """Makes all sums of a step inside one program, in order, each under a name by which `fddp.audit` finds it.
-
-    Args:
-      comm: how the replicas talk.
-      reductions: how, for each of them.
-      wires: this replica's parts.
-      memories: what it remembers for each wire.
-
-    Returns:
-      The sums, what to remember for each, and the bytes that each replica sent. Where a hook's sum is not finite, all
-      remember what they did before: of an overflow nothing would ever be finite again, and an optimizer that passes
-      such a step over does not use the other sums either.
-    """
-    totals, new, sent = list[Array](), list[Any](), list[Array]()
-    for reduction, wire, memory in zip(reductions, wires, memories):
-        with jax.named_scope(reduction.name.replace(" ", "")):
-            # A barrier hides what the wire is from XLA, and keeps the order. XLA drops the sum of a constant (the
-            # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
-            # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
-            if comm.size > 1:
-                wire, *totals[-1:] = jax.lax.optimization_barrier((wire, *totals[-1:]))
-            total, remembered, nbytes = summed(comm, reduction, totals[0] if totals else None, wire, memory)
-            totals.append(total)
-            new.append(remembered)
-            sent.append(nbytes)
-    finite = jnp.all(jnp.array([all_finite(total) for way, total in zip(reductions, totals) if way.apply], bool))
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), tuple(memories))
-    return tuple(totals), kept, jnp.stack(sent)
 
 
 def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
@@ -129,5 +96,5 @@ def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
     return jnp.all(jnp.isfinite(total))
 
 
-def _hooked(hook: Hook, forms: Any, comm: Communicator, wire: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
-    return hook.apply(comm, GradBucket(wire, forms), memory)
+def _hooked(hook: Hook, forms: Any, comm: Communicator, message: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
+    return hook.apply(comm, GradBucket(message, forms), memory)

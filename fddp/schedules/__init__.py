@@ -1,17 +1,29 @@
-"""How the pieces of a step are launched: in one program, in stages beside their traffic, or one after the other.
+"""A step as a list of tasks, and how it is launched: in one program, on threads beside its traffic, or in order.
 
-A schedule says what shares a program and what waits for what; the mathematics is the pieces' own. Here are also the
-spans of a step that ran, and a step on paper. This room imports jaxpr, buckets, comm and hooks.
+A list says what is computed, what is sent and what waits for what; a launcher says on what it runs; a schedule is both.
+The mathematics is the pieces' own. Here are also the spans of a step that ran, and a step on paper. This room imports
+jaxpr, buckets, comm and hooks.
 """
 
 from fddp.schedules.in_order import after as after
+from fddp.schedules.in_order import in_order as in_order
+from fddp.schedules.lists import in_one_piece as in_one_piece
+from fddp.schedules.lists import in_stages as in_stages
 from fddp.schedules.one_program import fused as fused
+from fddp.schedules.one_program import in_one_program as in_one_program
+from fddp.schedules.one_program import scope as scope
 from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
+from fddp.schedules.programs import compiled as compiled
+from fddp.schedules.tasks import Communicate as Communicate
+from fddp.schedules.tasks import Compute as Compute
+from fddp.schedules.tasks import TaskList as TaskList
+from fddp.schedules.threads import on_threads as on_threads
 from fddp.schedules.threads import staged as staged
 from fddp.schedules.timeline import Pace as Pace
 from fddp.schedules.timeline import Span as Span
 from fddp.schedules.timeline import Timeline as Timeline
 from fddp.schedules.timeline import observed_pace as observed_pace
+from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate

@@ -1,15 +1,18 @@
-"""The baseline: one thing after the other."""
+"""One task after the other."""
 
-from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import jax
 
-from fddp.comm import REPLICATED, Group
+from fddp.comm import Group
 from fddp.hooks import Memory
-from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.send import Sent, bytes_of, remembered, sending
+from fddp.schedules.lists import in_one_piece
+from fddp.schedules.pieces import MakeList, Pieces, Runner
+from fddp.schedules.programs import MakePrograms, jitted, preparing
+from fddp.schedules.send import Sent, bytes_of, remembered
+from fddp.schedules.tasks import BYTES, Communicate, Task
 from fddp.schedules.timeline import Span, Timeline
 
 
@@ -24,25 +27,45 @@ def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner.
     """
-    own, send = group.placement.per_replica, sending(group, pieces.reductions)
-    local = group.placement.program(pieces.local, (REPLICATED, own, own), own)
-    in_specs = (REPLICATED, REPLICATED, own, REPLICATED)
-    finish = group.placement.program(pieces.finish, in_specs, REPLICATED, donate=(0,) if donate else ())
-    spans: list[Span] = []
+    return in_order(group, partial(in_one_piece, group.placement, pieces), donate)
+
+
+def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms = jitted) -> Runner:
+    """Launches each task of a list when the one before it is done.
+
+    Args:
+      group: the replicas.
+      make: makes the list.
+      donate: whether programs may reuse the state's memory.
+      programs: `jitted`, or `compiled` where many are equal.
+
+    Returns:
+      The runner.
+    """
+    prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+        rows = group.placement.place(rows, group.placement.per_replica)
+        now = prepare(state, pending, rows)
+        values, sends = now.listed.enter(state, pending, rows), list[Sent]()
         spans.clear()
-        clock = perf_counter()
-        wires, kept = jax.block_until_ready(local(state, pending, group.placement.feed(rows)))
-        spans.append(Span("compute", "backward", clock, perf_counter()))
-        sends: list[Sent] = []
-        for wire in wires.arrays:
-            sends.append(send(len(sends), memory, lambda: sends[0], wire))
-        spans.extend(one.span for one in sends)
-        clock = perf_counter()
-        wires = replace(wires, arrays=tuple(one.total for one in sends))
-        result = jax.block_until_ready(finish(state, wires, kept, bytes_of(group, sends)))
-        spans.append(Span("update", "update", clock, perf_counter()))
-        return result, remembered(sends, memory)
+        ran[:] = now.listed.tasks
+        for task in now.listed.tasks:
+            read = [values[name] for name in task.reads]
+            if isinstance(task, Communicate):
+                sends.append(now.send(len(sends), memory, lambda: sends[0], read[0]))
+                spans.append(sends[-1].span)
+                values[task.writes[0]] = sends[-1].total
+                if BYTES in task.writes:
+                    values[BYTES] = bytes_of(group, sends)
+            else:
+                start = perf_counter()
+                made = jax.block_until_ready(now.programs[task.name](*read))
+                spans.append(Span(task.kind, task.name, start, perf_counter()))
+                values.update(zip(task.writes, made))
+            del read
+            for name in now.last_reads[task.name]:
+                del values[name]
+        return now.listed.leave(values), remembered(sends, memory)
 
-    return Runner(run, None, lambda: Timeline(tuple(spans)))
+    return Runner(run, None, lambda: Timeline(tuple(spans), tuple(ran)), make)

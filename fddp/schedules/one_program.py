@@ -1,13 +1,16 @@
-"""The fused schedule: one XLA program, whose scheduler overlaps where it can."""
+"""All tasks in one XLA program, whose scheduler overlaps where it can."""
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim
-from fddp.hooks import Memory, all_summed
-from fddp.schedules.pieces import Pieces, Runner
+from fddp.hooks import Memory, all_finite, summed
+from fddp.schedules.lists import in_one_piece
+from fddp.schedules.pieces import MakeList, Pieces, Runner
+from fddp.schedules.tasks import BYTES, Communicate
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -21,18 +24,23 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner.
     """
+    return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
-    def step(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        wires, kept = pieces.local(state, pending, rows)
-        mine = drop_replica_dim(memory) or ((),) * len(wires.arrays)
-        totals, new, sent = all_summed(group.communicator, pieces.reductions, wires.arrays, mine)
-        result = pieces.finish(state, replace(wires, arrays=totals), kept, sent)
-        return result, add_replica_dim(new[: len(memory)])
 
+def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
+    """Traces the tasks of a list, in order, into one program.
+
+    Args:
+      group: the replicas.
+      make: makes the list.
+      donate: whether the program may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
     own = group.placement.per_replica
-    program = group.placement.program(
-        step, (REPLICATED, own, own, own), (REPLICATED, own), donate=(0, 2) if donate else ()
-    )
+    specs, donated = ((REPLICATED, own, own, own), (REPLICATED, own)), (0, 2) if donate else ()
+    program = group.placement.program(partial(traced, group, make), *specs, donate=donated)
 
     def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
         given = (state, pending, memory, group.placement.feed(rows))
@@ -48,4 +56,45 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
         return program.lower(state, pending, memory, group.placement.feed(rows))
 
-    return Runner(run, lower, None)
+    return Runner(run, lower, None, make)
+
+
+def traced(group: Group, make: MakeList, state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+    """What one replica does; each message has a name by which `fddp.audit` finds it.
+
+    Where a hook's sum is not finite, all remember what they did before: of an overflow nothing would ever be finite
+    again, and an optimizer that passes such a step over does not use the other sums either.
+    """
+    listed, comm = make(state, pending, rows), group.communicator
+    values, before = listed.enter(state, pending, rows), drop_replica_dim(memory) or ((),) * len(listed.messages)
+    sums, remembered, sent = list[str](), list[Any](), list[Any]()
+    for task in listed.tasks:
+        read = [values[name] for name in task.reads]
+        if not isinstance(task, Communicate):
+            values.update(zip(task.writes, task.run(*read)))
+            continue
+        message, mask = read[0], read[1] if len(read) > 1 else None
+        with jax.named_scope(scope(task)):
+            # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
+            # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
+            # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
+            if comm.size > 1:
+                last = sums[-1:]
+                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in last)))
+                values.update(zip(last, held))
+            mine = before[len(sums)]
+            values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, mask, message, mine)
+        sums.append(task.writes[0])
+        remembered.append(mine)
+        sent.append(nbytes)
+        if BYTES in task.writes:
+            values[BYTES] = jnp.stack(sent)
+    hooked = [values[task.writes[0]] for task in listed.messages if task.reduction.apply]
+    finite = jnp.all(jnp.array([all_finite(total) for total in hooked], bool))
+    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(remembered), tuple(before))
+    return listed.leave(values), add_replica_dim(new[: len(memory)])
+
+
+def scope(task: Communicate) -> str:
+    """The name of a message inside a compiled program."""
+    return task.name.replace(" ", "")

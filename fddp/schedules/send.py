@@ -1,4 +1,4 @@
-"""The sum of one wire over replicas, made between programs: what the schedules of several programs send with."""
+"""The sum of one message over replicas, made between programs: what the schedules of several programs send with."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -15,7 +15,7 @@ from fddp.schedules.timeline import Span
 
 
 class Sent(NamedTuple):
-    """A wire that has come back."""
+    """A message that has come back."""
 
     total: jax.Array
     memory: Any
@@ -28,20 +28,20 @@ class Sent(NamedTuple):
 
 
 def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
-    """Makes a function that sends a wire and blocks the calling thread until it is back.
+    """Makes a function that sends a message and blocks the calling thread until its sum is there.
 
     Args:
       group: the replicas.
       reductions: how the messages are summed.
 
     Returns:
-      `send(k, memory, first, wire)`: the sum of wire k; `first()` is wire 0, come back.
+      `send(k, memory, first, message)`: the sum of message k; `first()` is message 0, come back.
     """
-    own, lanes = group.placement.per_replica, lanes_of(group, reductions)
+    own, transports = group.placement.per_replica, side_by_side(group, reductions)
 
     def program(reduction: Reduction) -> Callable[..., Any]:
-        def run(wire: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
-            total, mine, sent = summed(group.communicator, reduction, None, wire, drop_replica_dim(mine))
+        def run(message: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
+            total, mine, sent = summed(group.communicator, reduction, None, message, drop_replica_dim(mine))
             return total, add_replica_dim(mine), sent, all_finite(total)
 
         # What is remembered is not donated: `remembered` may still want it.
@@ -49,21 +49,21 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
     programs = [program(reduction) for reduction in reductions]
 
-    def send(k: int, memory: Memory, first: Callable[[], Sent], wire: jax.Array) -> Sent:
+    def send(k: int, memory: Memory, first: Callable[[], Sent], message: jax.Array) -> Sent:
         start = perf_counter()
-        reduction = reductions[k]
+        reduction, transport = reductions[k], transports[k % len(transports)]
         mine = memory[k] if memory else ()
-        size, finite = wire.size // group.placement.replicas_in_array, True
+        size, finite = message.size // group.placement.replicas_in_array, True
         if reduction.leaves is not None and not jax.device_get(first().total)[list(reduction.leaves)].any():
-            total, sent, size = group.placement.place(np.zeros(size, wire.dtype), REPLICATED), 0, 0
+            total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
         elif reduction.apply is None:
             group.recovery.sends()
-            total, sent = lanes[k % len(lanes)].all_reduce(wire), all_reduce_bytes(group.communicator, size, wire.dtype)
+            total, sent = transport.all_reduce(message), all_reduce_bytes(group.communicator, size, message.dtype)
         else:
             group.recovery.sends()
             with asked_for():  # a collective of MPI takes a token along, which is new in each thread
-                total, mine, sent, finite = jax.block_until_ready(programs[k](wire, mine))
-        nbytes = size * wire.dtype.itemsize
+                total, mine, sent, finite = jax.block_until_ready(programs[k](message, mine))
+        nbytes = size * message.dtype.itemsize
         span = Span("communication", reduction.name, start, perf_counter(), nbytes)
         return Sent(total, mine, sent, span, bool(jax.device_get(finite)))
 
@@ -71,17 +71,17 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
 
 def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
-    """What hooks remember when all wires are back: what they did before, if a sum is not finite (see `all_summed`)."""
+    """What hooks remember when all messages are back: what they did before, if one of the sums is not finite."""
     return tuple(one.memory for one in sends[: len(memory)]) if all(one.finite for one in sends) else memory
 
 
-def lanes_of(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
-    """What carries the wires between programs, in turn; hooks share one communicator, where two at once would mix."""
+def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
+    """What carries the messages between programs, in turn; hooks share one communicator, where two would mix."""
     hooked = any(reduction.apply for reduction in reductions)
     return (group.transport,) if hooked or not group.transport.clones else group.transport.clones
 
 
-def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[jax.Array, " wires"]:
-    """What each replica sent for each wire (at most 2³² − 1 bytes are told), as an argument of a program."""
+def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[jax.Array, " messages"]:
+    """What each replica sent for each message (at most 2³² − 1 bytes are told), as an argument of a program."""
     nbytes = jax.device_get([send.nbytes for send in sends])
     return group.placement.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), REPLICATED)

@@ -1,12 +1,14 @@
-"""When a step computed and when it communicated: spans, what they say about overlap, and what others would take.
+"""When a step computed and when it communicated: spans, what they say about overlap, and tasks run on paper.
 
 Source: the columns of Li et al. (VLDB 2020), Fig. 6, and of DDP's logging data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
+
+from fddp.schedules.tasks import Communicate, Compute, Task
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Timeline:
     """
 
     spans: tuple[Span, ...]
+    tasks: tuple[Task, ...] = ()
+    """What was launched, with a span each; none where spans are all that is known."""
 
     @property
     def compute(self) -> tuple[Span, ...]:
@@ -82,18 +86,15 @@ class Timeline:
         return 1 - self.exposed / total if total else 0.0
 
     def bound(self) -> float:
-        """The earliest end, in seconds, that these stages and all-reduces allow.
+        """The earliest end, in seconds, that these tasks allow, each as long as it took: see `simulate`.
 
-        Each all-reduce starts when its stage is done and the link is free; each update when its all-reduce is done and
-        all stages are. Computation beyond the stages of the buckets counts as an update. All-reduces that ran side by
-        side (`fddp.round_robin`) are taken one after the other, each as long as it took beside the others.
+        All-reduces that ran side by side (`fddp.round_robin`) are taken one after the other, each as long as it took
+        beside the others.
 
         Returns:
-          Seconds from the start of the first stage.
+          Seconds from the start of the first task.
         """
-        lengths, sends = [span.seconds for span in self.compute], [span.seconds for span in self.communication]
-        updates = [sum(lengths[len(sends) :]), *(span.seconds for span in self.updates)]
-        return simulate(lengths[: len(sends)], sends, updates).seconds
+        return simulate(self.tasks, {span.name: span.seconds for span in self.spans}).seconds
 
     def __str__(self) -> str:
         begin = min((span.start for span in self.spans), default=0)
@@ -103,8 +104,9 @@ class Timeline:
         ]
         foot = (
             f"{1e3 * self.seconds:.2f} ms, {1e3 * self.exposed:.2f} ms of communication exposed, "
-            f"{self.overlap_share:.0%} of all under computation; bound {1e3 * self.bound():.2f} ms"
+            f"{self.overlap_share:.0%} of all under computation"
         )
+        foot += f"; bound {1e3 * self.bound():.2f} ms" if self.tasks else ""
         return "\n".join([*rows, foot])
 
 
@@ -118,62 +120,91 @@ class Pace(NamedTuple):
     communication: float = 1.0
 
 
-def simulate(
-    stages: Sequence[float], sends: Sequence[float], updates: Sequence[float] = (), pace: Pace | None = None
-) -> Timeline:
-    """Runs a staged step on paper.
+def simulate(tasks: Sequence[Task], seconds: Mapping[str, float], pace: Pace | None = None) -> Timeline:
+    """Runs a list of tasks on paper.
 
-    Stages follow each other; all-reduce k starts when stage k (or the last one) is done and the link is free; updates
-    follow the stages, each when its all-reduce is done.
+    What computes goes in its order on the replica, what communicates in its order on the link, each as soon as what it
+    reads has been written.
 
     Args:
-      stages: seconds of each stage alone.
-      sends: seconds of each all-reduce alone.
-      updates: seconds of each update; the last one follows the last all-reduce, the one before it the one before.
-      pace: how both slow each other down; None: not at all, the bound of any schedule.
+      tasks: the list.
+      seconds: what each task takes alone, by its name; one without a time takes none.
+      pace: how both slow each other down; None: not at all, the bound of any launcher.
 
     Returns:
       The step's timeline, from 0.
 
     Example:
-      >>> simulate([2.0, 1.0], [2.0, 1.0]).seconds
+      >>> tasks, seconds = outline([2.0, 1.0], [2.0, 1.0])
+      >>> simulate(tasks, seconds).seconds
       5.0
-      >>> simulate([2.0, 1.0], [2.0, 1.0], pace=Pace(compute=0.5, communication=1.0)).seconds
+      >>> simulate(tasks, seconds, Pace(compute=0.5, communication=1.0)).seconds
       5.0
-      >>> simulate([2.0, 1.0], [2.0, 1.0], pace=Pace(compute=0.5, communication=0.5)).seconds
+      >>> simulate(tasks, seconds, Pace(compute=0.5, communication=0.5)).seconds
       6.0
     """
     pace, spans, clock = pace or Pace(), list[Span](), 0.0
-    works, needs = ((*stages, *updates), tuple(sends)), len(stages) - 1
-    done, since = [0, 0], [0.0, 0.0]
-    left = [next(iter(work), 0.0) for work in works]
-
-    def ready() -> tuple[bool, bool]:
-        computed, sent = done
-        # The all-reduce that the next update waits for.
-        awaited = computed - len(works[0]) + len(sends)
-        return (
-            computed < len(stages) or (computed < len(works[0]) and sent > awaited),
-            sent < len(sends) and computed > min(sent, needs),
-        )
-
-    while done[0] < len(works[0]) or done[1] < len(sends):
-        busy = ready()
+    computing = [task for task in tasks if isinstance(task, Compute)]
+    queues: tuple[list[Task], list[Task]] = ([*computing], [task for task in tasks if isinstance(task, Communicate)])
+    missing = {name for task in tasks for name in task.writes}
+    since = [0.0, 0.0]
+    left = [seconds.get(queue[0].name, 0.0) if queue else 0.0 for queue in queues]
+    while any(queues):
+        busy = [bool(queue) and missing.isdisjoint(queue[0].reads) for queue in queues]
+        if not any(busy):
+            raise ValueError(f"{' and '.join(queue[0].name for queue in queues if queue)} would wait for ever.")
         speeds = pace if all(busy) else Pace()
         ends = [left[side] / speeds[side] if busy[side] else inf for side in (0, 1)]
         passed = min(ends)
-        for side in (0, 1):
+        for side, queue in enumerate(queues):
             if not busy[side]:
                 since[side] = clock + passed
             elif ends[side] > passed:
                 left[side] -= passed * speeds[side]
             else:
-                spans.append(Span(*_named(side, done[side], len(stages)), since[side], clock + passed))
-                done[side] += 1
+                task = queue.pop(0)
+                missing.difference_update(task.writes)
+                spans.append(Span(task.kind, task.name, since[side], clock + passed))
                 since[side] = clock + passed
-                left[side] = next(iter(works[side][done[side] :]), 0.0)
+                left[side] = seconds.get(queue[0].name, 0.0) if queue else 0.0
         clock += passed
-    return Timeline(tuple(spans))
+    return Timeline(tuple(spans), tuple(tasks))
+
+
+def outline(
+    stages: Sequence[float], sends: Sequence[float], updates: Sequence[float] = ()
+) -> tuple[tuple[Task, ...], dict[str, float]]:
+    """A staged step without its programs, and the seconds of its tasks: `simulate` takes both.
+
+    Stage k makes message k, the last one all that are left; the last update needs the last sum, the one before it the
+    one before.
+
+    Args:
+      stages: seconds of each stage alone.
+      sends: seconds of each all-reduce alone.
+      updates: seconds of each update alone.
+
+    Returns:
+      The tasks, named as those of the staged schedule, and seconds by these names.
+
+    Example:
+      >>> tasks, seconds = outline([2.0, 1.0], [2.0, 1.0], [0.5])
+      >>> [task.name for task in tasks]
+      ['stage 0', 'bucket 0', 'stage 1', 'bucket 1', 'update 0']
+    """
+    tasks, last = list[Task](), len(stages) - 1
+    for k in range(max(len(stages), len(sends))):
+        made = range(len(sends)) if k == last else range(k, k + 1)
+        if k <= last:
+            writes = tuple(f"message {n}" for n in made if k <= n < len(sends))
+            tasks.append(Compute(f"stage {k}", (), writes))
+        if k < len(sends):
+            tasks.append(Communicate(f"bucket {k}", (f"message {k}",), (f"sum {k}",)))
+    for k in range(len(updates)):
+        of = len(sends) - len(updates) + k
+        tasks.append(Compute(f"update {k}", (f"sum {of}",) if of >= 0 else (), (), kind="update"))
+    seconds = {f"stage {k}": x for k, x in enumerate(stages)} | {f"bucket {k}": x for k, x in enumerate(sends)}
+    return tuple(tasks), seconds | {f"update {k}": x for k, x in enumerate(updates)}
 
 
 def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
@@ -201,13 +232,6 @@ def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
 
 
 SLOWEST = 0.05  # a pace is a share of something: a run so noisy that it shows none still gets on
-
-
-def _named(side: int, number: int, stages: int) -> tuple[str, str]:
-    """Kind and name of what was computed (side 0) or sent."""
-    if side:
-        return "communication", f"bucket {number}"
-    return ("compute", f"stage {number}") if number < stages else ("update", f"update {number - stages}")
 
 
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:

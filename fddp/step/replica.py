@@ -1,6 +1,6 @@
 """What one replica does in a step: pure functions of (state, what is pending, rows), for schedules to launch.
 
-It gathers contributions, lays them on wires, and when their sums come back it divides and uses them.
+It gathers contributions, packs them into messages, and when the sums come back it divides and uses them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Wires, make_plan, pack_parts, place_scalars, unpack_parts
+from fddp.buckets import BucketPlan, Messages, make_plan, pack_parts, place_scalars, unpack_parts
 from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
@@ -48,7 +48,7 @@ class Replica:
 
     def local(
         self, plan: BucketPlan, where: Any, state: TrainState, pending: Pending | None, rows: Any
-    ) -> tuple[Wires, Any]:
+    ) -> tuple[Messages, Any]:
         """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `comm.specs`."""
         _, pending = self._gather(state, pending, rows)
         sent, kept = self.buffers.send(self.group.communicator, pending.model_state, rows)
@@ -63,13 +63,13 @@ class Replica:
         return {True: broadcast, "mean": average, False: keep}[self.options.broadcast_buffers]()
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
-        """How the wires are summed over replicas."""
+        """How the messages are summed over replicas."""
         asks_first = self.options.skip_all_reduce_unused_params
         return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None)
 
-    def mean(self, plan: BucketPlan, where: Any, state: TrainState, wires: Wires, kept: Any, sent: Any) -> Mean:
+    def mean(self, plan: BucketPlan, where: Any, state: TrainState, messages: Messages, kept: Any, sent: Any) -> Mean:
         """What the replicas have in common, from the sums over all of them."""
-        came, (used, sums, buffers) = unpack_parts(self.group.placement.other_axes, plan, wires, where)
+        came, (used, sums, buffers) = unpack_parts(self.group.placement.other_axes, plan, messages, where)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]

@@ -1,5 +1,6 @@
 """A settled step, called."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from fddp.comm import REPLICATED
 from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums
+from fddp.schedules import TaskList
 from fddp.step.checks import check_params, refuse_tracers, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
@@ -92,6 +94,19 @@ def lower(settled: Settled, state: TrainState, batch: Any) -> jax.stages.Lowered
     if settled.runner.lower is None:
         raise ValueError("this step runs several programs; a step that can be lowered has schedule='fused'.")
     return settled.runner.lower(*_arguments(settled, state), batch)
+
+
+def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
+    """What a step with arguments of this form launches."""
+    group = settled.replica.group
+
+    def share(x: Any, replicas: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] // replicas, *x.shape[1:]), x.dtype)
+
+    replicated = state._replace(accumulated=None, hook_state=())
+    pending = jax.tree.map(partial(share, replicas=group.placement.replicas_in_array), state.accumulated)
+    rows = jax.tree.map(partial(share, replicas=group.size // group.processes), batch)
+    return settled.runner.tasks(replicated, pending, rows)
 
 
 def _arguments(settled: Settled, state: TrainState) -> tuple[TrainState, Any, Any]:

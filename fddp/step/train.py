@@ -16,17 +16,18 @@ import optax
 
 import fddp
 from fddp.buckets import BucketPlan
-from fddp.comm import REPLICATED, Group, laid_out, specs, verify
+from fddp.comm import REPLICATED, Group, specs, verify
 from fddp.losses import check_callable, make_objective
-from fddp.optim import check_needs, optimizer_laid_out, update
+from fddp.optim import check_needs, optimizer_laid_out
 from fddp.runtime import group_of
-from fddp.schedules import Timeline
+from fddp.schedules import TaskList, Timeline
 from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
-from fddp.step.run import accumulate, compare, lower, ready, synchronize
+from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
 from fddp.step.start import described_start, equal_start
-from fddp.step.state import Mean, StepInfo, TrainState
+from fddp.step.state import StepInfo, TrainState
+from fddp.step.update import updated
 
 LATELY = 100  # steps whose times are kept for `stats`
 
@@ -178,6 +179,19 @@ class TrainStep:
         self._settled = ready(self._settled, self._replica, self._use, state, batch)
         return lower(self._settled, state, batch)
 
+    def tasks(self, state: TrainState, batch: Any) -> TaskList:
+        """What a step launches: what is computed, what is sent, and what each waits for.
+
+        Args:
+          state: as for a step; `jax.ShapeDtypeStruct`s will do, from `shapes`.
+          batch: likewise.
+
+        Returns:
+          The list; `print(it)` is a table. Nothing is compiled or run.
+        """
+        self._settled = ready(self._settled, self._replica, self._use, state, batch)
+        return tasks(self._settled, state, batch)
+
     def on(self, group: Group) -> "TrainStep":
         """The same step for other replicas.
 
@@ -270,26 +284,4 @@ def train_step(
     check_needs(optimizer)
     settings = read_options("train_step", options)
     replica = Replica(make_objective(loss_fn, has_aux=has_aux), group_of("train_step", group), settings)
-    return TrainStep(replica, optimizer, partial(_updated, optimizer))
-
-
-def _updated(
-    optimizer: optax.GradientTransformation, replica: Replica, where: TrainState, state: TrainState, mean: Mean
-) -> tuple[TrainState, StepInfo]:
-    """One update of the optimizer, on every replica."""
-    trained = replica.trained(state.params)
-    new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
-    state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
-    state = laid_out(replica.group.placement, state._replace(step=state.step + 1), where)
-    return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
-
-
-def _with(params: Any, trained: Any) -> Any:
-    """Puts trained leaves back in their places: the inverse of `Replica.trained`."""
-    leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
-
-
-def _counts(params: Any, used: Any) -> Any:
-    """A count for every leaf of the parameters."""
-    return None if used is None else _with(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)
+    return TrainStep(replica, optimizer, partial(updated, optimizer))

@@ -20,6 +20,8 @@ from fddp.analysis.workload import Workload
 from fddp.comm import mesh
 from fddp.hlo.collectives import find_flights
 from fddp.hlo.module import parse
+from fddp.hooks.sums import reductions
+from fddp.schedules.tasks import communications
 from models import bert, gpt, mlp, resnet
 
 # What XLA makes of a program is the claim: with all that it does.
@@ -71,7 +73,7 @@ def plain_mlp(rows, **fields):
 @pytest.mark.parametrize("name", ["mlp", *TRANSFORMERS, pytest.param("resnet", marks=slow)])
 def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_order(name, target):
     audit = audited(name, target)
-    assert audit.buckets == tuple(range(len(audit.plan.buckets)))
+    assert audit.carries == audit.messages == tuple(f"bucket {k}" for k in range(len(audit.plan.buckets)))
     assert all(flight.asynchronous and flight.kind == "all-reduce" for flight in audit.flights)
     assert not any(flight.loops for flight in audit.flights)
     sizes, planned = [f.nbytes for f in audit.flights], [b.nbytes for b in audit.plan.buckets]
@@ -112,7 +114,7 @@ def test_the_operations_of_a_program_are_those_that_a_person_counts():
 @aot
 def test_several_hosts_are_compiled_for_too():
     audit = look(plain_mlp(64 * 16), "h100:2x8", bucket_cap_mb=0.25, first_bucket_mb=0.25, last_bucket_mb=0.25)
-    assert audit.buckets == (0, 1, 2, 3)
+    assert audit.carries == tuple(f"bucket {k}" for k in range(4))
     assert all(flight.asynchronous for flight in audit.flights)
 
 
@@ -124,7 +126,7 @@ def test_bfloat16_gradients_take_half_the_bytes():
     assert sum(f.nbytes for f in wide.flights) == 4 * 256 * 256 * 4 + tail
     assert sum(f.nbytes for f in narrow.flights) == 4 * 256 * 256 * 2 + tail
     # Sixteen bits would round the loss: it travels alone.
-    assert narrow.buckets == (0, 1, 2, 3, 4) and "tail" in str(narrow)
+    assert narrow.carries == (*(f"bucket {k}" for k in range(4)), "tail") and "tail" in str(narrow)
 
 
 @aot
@@ -132,7 +134,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     audit = look(plain_mlp(512), "h100:8", hook=fddp.hooks.bf16(), **caps)
     assert [(f.nbytes, f.asynchronous) for f in audit.flights[:4]] == [(256 * 256 * 2, True)] * 4
-    assert audit.buckets == (0, 1, 2, 3, 4) and audit.problems() == ()
+    assert audit.carries == (*(f"bucket {k}" for k in range(4)), "tail") and audit.problems() == ()
 
 
 ### What spoils them is found and named
@@ -204,7 +206,7 @@ def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):
     )
     state = step.init({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))})
     audit = fddp.audit(step, state, np.ones((8, 4), np.float32))
-    assert audit.buckets == (0, 1) and audit.where == "cpu"
+    assert audit.carries == audit.messages == ("bucket 0", "bucket 1") and audit.where == "cpu"
     (problem,) = audit.problems()
     assert "bucket 0, bucket 1" in problem and "staged" in problem
     with pytest.raises(ValueError, match="target"):
@@ -245,12 +247,17 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(MERGED, "merged: XLA made one all-reduce of 2"), (SWAPPED, "out of order")]
+    ("text", "words"),
+    [
+        (MERGED, "merged: XLA made one all-reduce of 2"),
+        (SWAPPED, "out of order: messages start in the order bucket 1, bucket 0"),
+        (SWAPPED.replace("bucket1", "bucket0"), "not as planned: no collective carries bucket 1"),
+    ],
 )
 def test_merged_and_swapped_buckets_are_named(text, words):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * 2, bucket_cap_mb=0)
     module = parse(text)
-    audit = read(module, find_flights(module), plan, "h100:8", None)
+    audit = read(module, find_flights(module), communications(reductions(plan, None, None)), plan, "h100:8", None)
     assert any(words in problem for problem in audit.problems())
 
 

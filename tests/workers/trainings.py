@@ -90,8 +90,13 @@ def start(model: str, rule: str) -> tuple[Any, Any]:
 @cache
 def alone(model: str, rule: str) -> Result:
     """The training on one device that sees the joined batch."""
-    loss, optimizer = loss_fn(model, rule), RULES[rule].optimizer
+    with precision(rule):
+        return _trained(loss_fn(model, rule), RULES[rule].optimizer, model, *start(model, rule))
 
+
+def _trained(
+    loss: Callable[..., Any], optimizer: optax.GradientTransformation, model: str, params: Any, model_state: Any
+) -> Result:
     def joined(params: Any, model_state: Any, rows: Any) -> tuple[Any, Any]:
         if model_state is None:
             return loss(params, rows)[0], None
@@ -104,13 +109,11 @@ def alone(model: str, rule: str) -> Result:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), model_state, opt_state, value
 
-    with precision(rule):
-        params, model_state = start(model, rule)
-        opt_state, losses = optimizer.init(params), []
-        for number in range(STEPS):
-            params, model_state, opt_state, value = step(params, model_state, opt_state, batch(model, number))
-            losses.append(value)
-        return jax.device_get(Result(params, model_state, jnp.stack(losses)))
+    opt_state, losses = optimizer.init(params), []
+    for number in range(STEPS):
+        params, model_state, opt_state, value = step(params, model_state, opt_state, batch(model, number))
+        losses.append(value)
+    return jax.device_get(Result(params, model_state, jnp.stack(losses)))
 
 
 def relative_error(result: Result, expected: Result) -> float:

@@ -19,7 +19,7 @@ from fddp.analysis.auditing.targets import Target, read_target
 from fddp.analysis.plots import draw, figure, label
 from fddp.buckets import BucketPlan, MiB
 from fddp.hlo import Flight, Module, find_flights, parse, work
-from fddp.schedules import Timeline
+from fddp.schedules import Communicate, Timeline, scope
 from fddp.step import TrainStep
 
 
@@ -32,9 +32,10 @@ class Audit:
     plan: BucketPlan
     flights: tuple[Flight, ...]
     """The program's collectives, in the order in which they start."""
-    buckets: tuple[int | None, ...]
-    """The bucket that each flight carries; `len(plan.buckets)` is the tail where it travels alone, None a collective
-    that is no bucket: the loss's own, or several buckets merged."""
+    messages: tuple[str, ...]
+    """What the step's list of tasks sends, by name, in order: "bucket 0", "tail"."""
+    carries: tuple[str | None, ...]
+    """The message that each flight carries; None: a collective that is none, the loss's own, or several merged."""
     heavy: int
     """Matrix products and convolutions in the program, and"""
     flops: int
@@ -75,8 +76,8 @@ class Audit:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Numbers of the flights that carry a bucket."""
-        return tuple(k for k, bucket in enumerate(self.buckets) if bucket is not None)
+        """Numbers of the flights that carry a message."""
+        return tuple(k for k, message in enumerate(self.carries) if message is not None)
 
     def label(self, k: int) -> str:
         """What a flight carries, in words.
@@ -87,10 +88,7 @@ class Audit:
         Returns:
           "bucket 2", "tail", "merged" or "other".
         """
-        bucket = self.buckets[k]
-        if bucket is None:
-            return "merged" if _merged(self.flights[k]) else "other"
-        return f"bucket {bucket}" if bucket < len(self.plan.buckets) else "tail"
+        return self.carries[k] or ("merged" if _merged(self.flights[k]) else "other")
 
     def __str__(self) -> str:
         head = ("starts", "carries", "kind", "MiB", "dtype", "mode", "heavy operations in flight", "of all FLOPs")
@@ -161,16 +159,24 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
     module = parse(step.lower(state, batch).compile().as_text() or "")
     flights = find_flights(module)
     where = there.name if there is not None else jax.default_backend()
-    return read(module, flights, step.plan, where, there)
+    return read(module, flights, step.tasks(state, batch).messages, step.plan, where, there)
 
 
-def read(module: Module, flights: tuple[Flight, ...], plan: BucketPlan, where: str, target: Target | None) -> Audit:
-    """Compares a compiled program with a plan.
+def read(
+    module: Module,
+    flights: tuple[Flight, ...],
+    sends: Sequence[Communicate],
+    plan: BucketPlan,
+    where: str,
+    target: Target | None,
+) -> Audit:
+    """Holds a step's tasks against what was compiled of them.
 
     Args:
       module: the program.
       flights: its collectives.
-      plan: the buckets it should send.
+      sends: the tasks that it should hold.
+      plan: the buckets.
       where: what it is compiled for, in words.
       target: the same as data, to estimate with; or None.
 
@@ -183,7 +189,8 @@ def read(module: Module, flights: tuple[Flight, ...], plan: BucketPlan, where: s
         where=where,
         plan=plan,
         flights=flights,
-        buckets=_buckets(flights, plan),
+        messages=tuple(task.name for task in sends),
+        carries=_carried(flights, sends),
         heavy=sum(len(found) for _, found in works),
         flops=sum(one.flops for _, found in works for one in found),
         looped=sum(one.flops for line, found in works if line.opcode == "while" for one in found),
@@ -191,11 +198,16 @@ def read(module: Module, flights: tuple[Flight, ...], plan: BucketPlan, where: s
     )
 
 
-def _buckets(flights: Sequence[Flight], plan: BucketPlan) -> tuple[int | None, ...]:
-    """By the name that the fused schedule gives to a bucket's all-reduce; XLA keeps the first name of a merged one."""
-    named = [re.search(r"\b(?:bucket(\d+)|tail)\b", flight.op_name) for flight in flights]
-    number = lambda name: len(plan.buckets) if name[1] is None else int(name[1])  # noqa: E731
-    return tuple(number(n) if n and not _merged(f) else None for n, f in zip(named, flights))
+def _carried(flights: Sequence[Flight], sends: Sequence[Communicate]) -> tuple[str | None, ...]:
+    """By the name that a message has inside the program; XLA keeps the first name of a merged one."""
+    scopes = {scope(task): task.name for task in sends}
+    named = re.compile(rf"\b({'|'.join(scopes)})\b")
+
+    def name(flight: Flight) -> str | None:
+        found = None if _merged(flight) else named.search(flight.op_name)
+        return scopes[found[1]] if found else None
+
+    return tuple(map(name, flights))
 
 
 def _merged(flight: Flight) -> bool:
@@ -211,7 +223,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _problems(audit: Audit) -> Iterator[str]:
-    flights, planned = audit.flights, len(audit.plan.buckets)
+    flights = audit.flights
     if not flights:
         yield "nothing is sent: this step has one replica, so there is no traffic to hide."
         return
@@ -227,12 +239,12 @@ def _problems(audit: Audit) -> Iterator[str]:
                 f"in a loop: {flight.op_name or flight.kind} ({audit.label(k)}) is sent in every round; move it out of "
                 "the loop. (Micro-batches of accumulation_steps send nothing.)"
             )
-    carried = [bucket for bucket in audit.buckets if bucket is not None and bucket < planned]
-    missing = sorted(set(range(planned)) - set(carried))
+    carried = [message for message in audit.carries if message is not None]
+    missing = [message for message in audit.messages if message not in carried]
     if missing and not any(map(_merged, flights)):
-        yield f"not as planned: no collective carries bucket {_listed(missing)}."
-    if carried != sorted(carried):
-        yield f"out of order: buckets start in the order {_listed(carried)}; early ones wait for late ones."
+        yield f"not as planned: no collective carries {_listed(missing)}."
+    if carried != sorted(carried, key=audit.messages.index):
+        yield f"out of order: messages start in the order {_listed(carried)}; early ones wait for late ones."
     chosen = sorted({audit.label(k) for k in audit.sent if flights[k].branches})
     if chosen:
         yield (
@@ -246,7 +258,7 @@ def _problems(audit: Audit) -> Iterator[str]:
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
     # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
-    held = [k for k in sent if not audit.flights[k].asynchronous and audit.buckets[k] != len(audit.plan.buckets)]
+    held = [k for k in sent if not audit.flights[k].asynchronous and audit.carries[k] != "tail"]
     alone = [k for k in sent if k not in held and not audit.flights[k].heavy]
     if held and audit.where == "cpu":
         yield (

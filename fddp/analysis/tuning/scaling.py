@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf, log2
 
 from fddp.analysis.tuning.link import Link
-from fddp.schedules import Pace, simulate
+from fddp.schedules import Pace, outline, simulate
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 
@@ -128,7 +128,7 @@ def project(
 
     def at(count: int) -> Projection:
         sends = [algorithm(hop, size, count) for size in nbytes] if count > 1 else []
-        line = simulate(stages, sends, updates, pace)
+        line = simulate(*outline(stages, sends, updates), pace)
         return Projection(count, line.seconds, line.exposed, lone / line.seconds if line.seconds else 1.0)
 
     return tuple(at(count) for count in replicas)

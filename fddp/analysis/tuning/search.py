@@ -23,7 +23,7 @@ from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of
 from fddp.buckets import BucketPlan, MiB, make_plan, place_scalars
 from fddp.comm import Group
 from fddp.runtime import group_of
-from fddp.schedules import Pace, observed_pace, simulate
+from fddp.schedules import Pace, observed_pace, outline, simulate
 from fddp.step import TrainStep, train_step
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
@@ -196,7 +196,7 @@ def tune(
             nbytes = wire_bytes(plan, more)
             stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
             updates = joined(fine.updates, order, plan, total=sum(busy.updates))
-            line = simulate(stages, [link.seconds(n) for n in nbytes], updates, pace)
+            line = simulate(*outline(stages, [link.seconds(n) for n in nbytes], updates), pace)
             return Candidate(cap_mb, stages, updates, nbytes, line.seconds + busy.idle)
 
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace

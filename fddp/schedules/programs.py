@@ -1,0 +1,176 @@
+"""The compute tasks of a list as XLA programs, one each, and what else is made once for each form of arguments."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from fddp.buckets import sub_byte
+from fddp.comm import REPLICATED, Group, Placement
+from fddp.jax_internals import Jaxpr, callbacks, inner_programs
+from fddp.schedules.pieces import MakeList
+from fddp.schedules.send import Sent, sending
+from fddp.schedules.tasks import Compute, TaskList, equal_everywhere
+
+# By the names of tasks: (values that are read) -> values that are written.
+Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
+
+
+# (placement, tasks, values that are there at first, whether the state's memory may be reused)
+MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], bool], Programs]
+
+
+class Prepared(NamedTuple):
+    """A list, ready to be launched."""
+
+    listed: TaskList
+    programs: Programs
+    send: Callable[..., Sent]
+    """What sends its messages."""
+    last_reads: dict[str, tuple[str, ...]]
+    """What no task reads after this one, for each by name."""
+
+
+def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool) -> Callable[..., Prepared]:
+    """Makes a function of a step's arguments, which prepares once for each form of them.
+
+    Args:
+      group: the replicas.
+      make: makes the list.
+      programs: `jitted` or `compiled`.
+      donate: whether a task may use the memory of the state that no later one reads.
+
+    Returns:
+      (state, pending, rows), as all replicas together have them → what is ready.
+    """
+    known: dict[Any, Prepared] = {}
+
+    def prepare(*arguments: Any) -> Prepared:
+        leaves, treedef = jax.tree.flatten(arguments)
+        form = (treedef, *((x.shape, x.dtype) for x in leaves))
+        if form not in known:
+            listed = make(*of_one_replica(group.placement, *arguments))
+            made = programs(group.placement, listed, listed.enter(*arguments), donate)
+            send = sending(group, [task.reduction for task in listed.messages])
+            known[form] = Prepared(listed, made, send, listed.last_reads)
+        return known[form]
+
+    return prepare
+
+
+def of_one_replica(placement: Placement, state: Any, pending: Any, rows: Any) -> tuple[Any, Any, Any]:
+    """The forms of a step's arguments as one replica has them."""
+
+    def form(x: Any, parts: int = 1) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)
+
+    own = partial(form, parts=placement.replicas_in_array)
+    return jax.tree.map(form, state), jax.tree.map(own, pending), jax.tree.map(own, rows)
+
+
+def jitted(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    """Programs that XLA compiles when they are first called.
+
+    Args:
+      placement: where they run.
+      listed: the tasks.
+      values: those that are there at first.
+      donate: whether a task may use the memory of the state that no later one reads.
+
+    Returns:
+      A program for each compute task, by its name.
+    """
+    del values
+    last = listed.last_reads
+
+    def program(task: Compute) -> Callable[..., Sequence[Any]]:
+        free = [at for at, name in enumerate(task.reads) if donate and name in last[task.name] and _of_state(name)]
+        return _program(placement, task, free)
+
+    return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
+
+
+def compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    """Programs that are compiled here, before anything is run; equal ones once.
+
+    Args:
+      placement: where they run.
+      listed: the tasks.
+      values: those that are there at first, as all replicas together have them.
+      donate: whether a task may use the memory of the state that no later one reads.
+
+    Returns:
+      A program for each compute task, by its name.
+    """
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
+    last, programs = listed.last_reads, Programs()
+    # Beside each program the constants that it was made for: while they live no other object has their ids.
+    known: dict[Any, tuple[Callable[..., Sequence[Any]], Sequence[Any]]] = {}
+
+    def program(task: Compute) -> Callable[..., Sequence[Any]]:
+        read = [forms[name] for name in task.reads]
+        jit = _program(placement, task)
+        traced = jit.trace(*read)
+        forms.update(zip(task.writes, traced.out_info))
+        if free := _usable(task, last[task.name], forms) if donate else []:
+            jit = _program(placement, task, free)
+            traced = jit.trace(*read)
+        lowered = traced.lower()
+        # Equal layers make equal stages: what XLA would get twice is compiled once.
+        shapes = _shapes(read)
+        told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
+        same = (lowered.as_text(), jax.tree.structure(read), *shapes, *told_apart)
+        if same not in known:
+            # What is compiled ahead of time takes no arrays of less than 8 bits: JAX gives them another layout.
+            made = jit if any(sub_byte(dtype) for _, dtype in shapes) else lowered.compile()
+            known[same] = made, traced.jaxpr.consts
+        return known[same][0]
+
+    for task in listed.tasks:
+        if isinstance(task, Compute):
+            # For some there is nothing to do: what they wait for is used elsewhere.
+            programs[task.name] = program(task) if task.writes else task.run
+        else:
+            message = forms[task.reads[0]]
+            summed = (message.shape[0] // placement.replicas_in_array, *message.shape[1:])
+            nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
+            forms.update(zip(task.writes, (jax.ShapeDtypeStruct(summed, message.dtype), nbytes)))
+    return programs
+
+
+def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
+    def specs(names: Sequence[str]) -> tuple[PartitionSpec, ...]:
+        return tuple(REPLICATED if equal_everywhere(name) else placement.per_replica for name in names)
+
+    return placement.program(task.run, specs(task.reads), specs(task.writes), donate=donate)
+
+
+def _usable(task: Compute, free: Sequence[str], forms: Mapping[str, Any]) -> list[int]:
+    """Places of the state's values whose memory a result can have: none is donated that has no such place."""
+    room = Counter(_shapes([forms[name] for name in task.writes if equal_everywhere(name)]))
+    places = list[int]()
+    for at, name in enumerate(task.reads):
+        wanted = Counter(_shapes(forms[name]))
+        if name in free and _of_state(name) and wanted <= room:
+            room -= wanted
+            places.append(at)
+    return places
+
+
+def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def _of_state(name: str) -> bool:
+    return name.split("/")[0] == "state"
+
+
+def _callbacks(jaxpr: Jaxpr) -> list[Any]:
+    """The host's functions that a program calls: its text only numbers them."""
+    own = [callback for eqn in jaxpr.eqns for callback in callbacks(eqn)]
+    bodies = [body for eqn in jaxpr.eqns for body in inner_programs(eqn)]
+    return [*own, *(callback for body in bodies for callback in _callbacks(body))]

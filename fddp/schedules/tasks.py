@@ -1,0 +1,97 @@
+"""A step as a list of tasks: what is computed, what is sent, and what each of them waits for.
+
+A value has a name, whose first word says what it is: "state/params/w", "message 2", "sum 2". A task reads values and
+writes others; the order of the list is the order in which computing is launched and in which messages leave, and it is
+equal on all ranks. A list is made without running anything, launched by one of three launchers, simulated on paper, and
+held against a compiled program.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from fddp.hooks import Reduction
+
+# What is equal on all replicas, by the first word of its name; all else each replica has for itself.
+EQUAL = frozenset({"state", "sum", "bytes", "result"})
+# What all messages of a list sent, in order; there once the last one is back.
+BYTES = "bytes"
+
+
+class Compute(NamedTuple):
+    """A program of one replica."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    run: Callable[..., Sequence[Any]] = lambda *values: ()
+    """(values that it reads) → values that it writes; what a replica has for itself comes and goes with a first dim."""
+    kind: str = "compute"
+    """"compute" (forward and backward) or "update"."""
+
+
+class Communicate(NamedTuple):
+    """A message, summed over the replicas."""
+
+    name: str
+    reads: tuple[str, ...]
+    """The message; and the sum whose beginning says whether anybody needs this one, if that is asked."""
+    writes: tuple[str, ...]
+    """Its sum; the last one of a list also the bytes of all."""
+    reduction: Reduction = Reduction()
+    """How."""
+    kind: str = "communication"
+
+
+Task: TypeAlias = Compute | Communicate
+
+
+class TaskList(NamedTuple):
+    """A step of one replica."""
+
+    tasks: tuple[Task, ...]
+    enter: Callable[[Any, Any, Any], dict[str, Any]]
+    """(state, pending, rows) → the values that are there at first."""
+    leave: Callable[[dict[str, Any]], Any]
+    """The values that are there at last → the step's result."""
+
+    @property
+    def messages(self) -> tuple[Communicate, ...]:
+        """What is sent, in order."""
+        return tuple(task for task in self.tasks if isinstance(task, Communicate))
+
+    @property
+    def last_reads(self) -> dict[str, tuple[str, ...]]:
+        """The values that no task reads after this one, for each task by name."""
+        last = {name: task.name for task in self.tasks for name in task.reads}
+        return {task.name: tuple(name for name in task.reads if last[name] == task.name) for task in self.tasks}
+
+    def __str__(self) -> str:
+        rows = [(task.kind, task.name, _abridged(task.reads), _abridged(task.writes)) for task in self.tasks]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def equal_everywhere(name: str) -> bool:
+    """Whether all replicas have the same under this name."""
+    return name.replace("/", " ").split()[0] in EQUAL
+
+
+def communications(reductions: Sequence[Reduction]) -> list[Communicate]:
+    """The tasks that send messages: "message k" becomes "sum k"."""
+
+    def task(k: int, reduction: Reduction) -> Communicate:
+        mask = () if reduction.leaves is None else ("sum 0",)
+        told = (BYTES,) if k == len(reductions) - 1 else ()
+        return Communicate(reduction.name, (f"message {k}", *mask), (f"sum {k}", *told), reduction)
+
+    return [task(k, reduction) for k, reduction in enumerate(reductions)]
+
+
+def _abridged(names: Sequence[str], most: int = 3) -> str:
+    """A few names of each first word, and how many there are."""
+    words: dict[str, list[str]] = {}
+    for name in names:
+        words.setdefault(name.replace("/", " ").split()[0], []).append(name)
+    shown = [", ".join(some[:most]) + f" … ({len(some)})" * (len(some) > most) for some in words.values()]
+    return ", ".join(shown) or "–"

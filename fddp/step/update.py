@@ -1,0 +1,45 @@
+"""What a training step does with averaged gradients: one update of the optimizer, on every replica."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fddp.comm import laid_out
+from fddp.optim import update
+from fddp.step.replica import Replica
+from fddp.step.state import Mean, StepInfo, TrainState
+
+
+def updated(
+    optimizer: optax.GradientTransformation, replica: Replica, where: TrainState, state: TrainState, mean: Mean
+) -> tuple[TrainState, StepInfo]:
+    """Updates parameters and optimizer.
+
+    Args:
+      optimizer: of the step.
+      replica: what one replica does.
+      where: a tree like the state: where the parts of each array lie.
+      state: the state that the gradients are of.
+      mean: gradients, loss and buffers, equal on all replicas.
+
+    Returns:
+      The next state, and what a step tells.
+    """
+    trained = replica.trained(state.params)
+    new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
+    state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
+    state = laid_out(replica.group.placement, state._replace(step=state.step + 1), where)
+    return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
+
+
+def _with(params: Any, trained: Any) -> Any:
+    """Puts trained leaves back in their places: the inverse of `Replica.trained`."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
+
+
+def _counts(params: Any, used: Any) -> Any:
+    """A count for every leaf of the parameters."""
+    return None if used is None else _with(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)
