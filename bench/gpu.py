@@ -138,10 +138,10 @@ def train(name: str, path: str) -> None:
 def _told(audit: Audit) -> dict[str, Any]:
     return {
         "buckets": len(audit.plan.buckets),
-        "collectives": len(audit.flights),
-        "asynchronous": sum(flight.asynchronous for flight in audit.flights),
-        "starts": [audit.label(k) for k in range(len(audit.flights))],
-        "heavy_in_flight": [flight.heavy for flight in audit.flights],
+        "collectives": len(audit.collectives),
+        "asynchronous": sum(collective.asynchronous for collective in audit.collectives),
+        "starts": [audit.label(k) for k in range(len(audit.collectives))],
+        "heavy_in_flight": [collective.heavy for collective in audit.collectives],
         "heavy": audit.heavy,
         "flops": audit.flops,
         "problems": audit.problems(),

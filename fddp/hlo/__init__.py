@@ -3,8 +3,8 @@
 A step compares what the programs of all ranks send; an audit holds them against the plan. This room imports no other.
 """
 
-from fddp.hlo.collectives import Flight as Flight
-from fddp.hlo.collectives import find_flights as find_flights
+from fddp.hlo.collectives import Collective as Collective
+from fddp.hlo.collectives import find_collectives as find_collectives
 from fddp.hlo.collectives import sends as sends
 from fddp.hlo.flops import traffic as traffic
 from fddp.hlo.flops import work as work

@@ -13,7 +13,7 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 
 @dataclass(frozen=True)
-class Flight:
+class Collective:
     """One collective: when it starts and when it is waited for, as places in its schedule."""
 
     kind: str
@@ -53,7 +53,7 @@ class Flight:
         return f"{self.kind} of {arrays} among {self.groups or 'all'}"
 
 
-def find_flights(module: Module) -> tuple[Flight, ...]:
+def find_collectives(module: Module) -> tuple[Collective, ...]:
     """Finds a program's collectives.
 
     Args:
@@ -62,14 +62,14 @@ def find_flights(module: Module) -> tuple[Flight, ...]:
     Returns:
       Its collectives in the order in which they start, those inside of loops and branches last.
     """
-    return tuple(flight for schedule in module.schedules() for flight in _flights(module, schedule))
+    return tuple(collective for schedule in module.schedules() for collective in _of_schedule(module, schedule))
 
 
-def _flights(module: Module, schedule: Schedule) -> list[Flight]:
+def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
     lines = schedule.lines
     works = [work(module, line, computation) for line, computation in lines]
     ends = {line.operands[0]: at for at, (line, _) in enumerate(lines) if line.opcode.endswith("-done")}
-    flights = []
+    collectives = []
     for at, (line, computation) in enumerate(lines):
         sender = _sender(module, line)
         if sender is None:
@@ -77,8 +77,8 @@ def _flights(module: Module, schedule: Schedule) -> list[Flight]:
         waits = module.scheduled and line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
         done = ends.get(line.name, at) if waits else at
         under = works[at + 1 : done]
-        flights.append(
-            Flight(
+        collectives.append(
+            Collective(
                 kind=next(kind for kind in KINDS if sender.opcode.startswith(kind)),
                 arrays=tuple(x for name in line.operands for x in computation[name].result),
                 groups=sender.groups,
@@ -91,7 +91,7 @@ def _flights(module: Module, schedule: Schedule) -> list[Flight]:
                 flops=sum(one.flops for found in under for one in found),
             )
         )
-    return flights
+    return collectives
 
 
 def _sender(module: Module, line: Instruction) -> Instruction | None:

@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, described, shortened, verify
-from fddp.hlo import find_flights, parse
+from fddp.hlo import find_collectives, parse
 from fddp.jaxpr import differentiable
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
@@ -152,7 +152,7 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
     """
 
     def describe() -> list[str]:
-        flights = find_flights(parse(program.compile().as_text() or ""))
-        return [f"collectives: {len(flights)}", *(f"collective {k}: {flight}" for k, flight in enumerate(flights))]
+        found = find_collectives(parse(program.compile().as_text() or ""))
+        return [f"collectives: {len(found)}", *(f"collective {k}: {one}" for k, one in enumerate(found))]
 
     verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)

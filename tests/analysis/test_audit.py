@@ -18,7 +18,7 @@ from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
 from fddp.comm import mesh
-from fddp.hlo.collectives import find_flights
+from fddp.hlo.collectives import find_collectives
 from fddp.hlo.module import parse
 from fddp.hooks.sums import reductions
 from fddp.schedules.tasks import communications
@@ -74,9 +74,9 @@ def plain_mlp(rows, **fields):
 def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_order(name, target):
     audit = audited(name, target)
     assert audit.carries == audit.messages == tuple(f"bucket {k}" for k in range(len(audit.plan.buckets)))
-    assert all(flight.asynchronous and flight.kind == "all-reduce" for flight in audit.flights)
-    assert not any(flight.loops for flight in audit.flights)
-    sizes, planned = [f.nbytes for f in audit.flights], [b.nbytes for b in audit.plan.buckets]
+    assert all(collective.asynchronous and collective.kind == "all-reduce" for collective in audit.collectives)
+    assert not any(collective.loops for collective in audit.collectives)
+    sizes, planned = [f.nbytes for f in audit.collectives], [b.nbytes for b in audit.plan.buckets]
     assert sizes[:-1] == planned[:-1]
     # The bits of a buffer travel as two numbers of 16 bits, each in a float.
     module, model, *_ = MODELS[name]
@@ -90,8 +90,8 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
 @on_both_targets
 def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_the_last(target):
     audit = audited("mlp", target)
-    assert len(audit.flights) == 8
-    assert all(flight.heavy > 0 for flight in audit.flights[:-1])
+    assert len(audit.collectives) == 8
+    assert all(collective.heavy > 0 for collective in audit.collectives[:-1])
     assert audit.problems() == ()
 
 
@@ -99,8 +99,8 @@ def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_th
 @on_both_targets
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_while_the_first_half_of_a_transformers_buckets_is_on_its_way_products_are_computed(name, target):
-    flights = audited(name, target).flights
-    assert all(flight.heavy > 0 for flight in flights[: len(flights) // 2])
+    collectives = audited(name, target).collectives
+    assert all(collective.heavy > 0 for collective in collectives[: len(collectives) // 2])
 
 
 @aot
@@ -115,7 +115,7 @@ def test_the_operations_of_a_program_are_those_that_a_person_counts():
 def test_several_hosts_are_compiled_for_too():
     audit = look(plain_mlp(64 * 16), "h100:2x8", bucket_cap_mb=0.25, first_bucket_mb=0.25, last_bucket_mb=0.25)
     assert audit.carries == tuple(f"bucket {k}" for k in range(4))
-    assert all(flight.asynchronous for flight in audit.flights)
+    assert all(collective.asynchronous for collective in audit.collectives)
 
 
 @aot
@@ -123,8 +123,8 @@ def test_bfloat16_gradients_take_half_the_bytes():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     wide, narrow = (look(plain_mlp(512, param_dtype=dtype), "h100:8", **caps) for dtype in (jnp.float32, jnp.bfloat16))
     tail = 3 * 4
-    assert sum(f.nbytes for f in wide.flights) == 4 * 256 * 256 * 4 + tail
-    assert sum(f.nbytes for f in narrow.flights) == 4 * 256 * 256 * 2 + tail
+    assert sum(f.nbytes for f in wide.collectives) == 4 * 256 * 256 * 4 + tail
+    assert sum(f.nbytes for f in narrow.collectives) == 4 * 256 * 256 * 2 + tail
     # Sixteen bits would round the loss: it travels alone.
     assert narrow.carries == (*(f"bucket {k}" for k in range(4)), "tail") and "tail" in str(narrow)
 
@@ -133,7 +133,7 @@ def test_bfloat16_gradients_take_half_the_bytes():
 def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     audit = look(plain_mlp(512), "h100:8", hook=fddp.hooks.bf16(), **caps)
-    assert [(f.nbytes, f.asynchronous) for f in audit.flights[:4]] == [(256 * 256 * 2, True)] * 4
+    assert [(f.nbytes, f.asynchronous) for f in audit.collectives[:4]] == [(256 * 256 * 2, True)] * 4
     assert audit.carries == (*(f"bucket {k}" for k in range(4)), "tail") and audit.problems() == ()
 
 
@@ -144,7 +144,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 def test_one_bucket_over_everything_has_nothing_to_overlap_with():
     caps = {"bucket_cap_mb": 1000, "first_bucket_mb": 1000, "last_bucket_mb": 1000}
     audit = look(plain_mlp(512), "h100:8", **caps)
-    assert [flight.heavy for flight in audit.flights] == [0]
+    assert [collective.heavy for collective in audit.collectives] == [0]
     (problem,) = audit.problems()
     assert "one bucket holds everything" in problem and "bucket_cap_mb" in problem
 
@@ -165,7 +165,7 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once():
     params = jax.eval_shape(Scanned().init, jax.random.key(0), x)
     workload = Workload(lambda p, b: (jnp.mean(jnp.asarray(Scanned().apply(p, b)) ** 2), {}), params, None, x)
     audit = look(workload, "h100:8", bucket_cap_mb=0)
-    assert len(audit.flights) == 2 and all(flight.heavy == 0 for flight in audit.flights)
+    assert len(audit.collectives) == 2 and all(collective.heavy == 0 for collective in audit.collectives)
     assert audit.looped > audit.flops / 2
     (problem,) = audit.problems()
     assert "ready at once" in problem and "lax.scan" in problem
@@ -177,7 +177,7 @@ def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypat
     # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
     audit = look(plain_mlp(512), "a100:8", bucket_cap_mb=0)
-    assert len(audit.flights) == 4 and not any(flight.asynchronous for flight in audit.flights)
+    assert len(audit.collectives) == 4 and not any(collective.asynchronous for collective in audit.collectives)
     problem = audit.problems()[-1]
     assert "synchronous: bucket" in problem and "xla_gpu_enable_latency_hiding_scheduler" in problem
 
@@ -191,7 +191,10 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
 
     def sent(uses):
         step = fddp.train_step(lambda p, x: jnp.mean(uses(p, x) ** 2), optax.sgd(0.1), **options)
-        return [str(flight) for flight in fddp.audit(step, step.shapes(params), np.ones((8, 64)), target).flights]
+        return [
+            str(collective)
+            for collective in fddp.audit(step, step.shapes(params), np.ones((8, 64)), target).collectives
+        ]
 
     both = sent(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
     assert len(both) >= 2
@@ -226,7 +229,7 @@ def test_a_collective_in_a_loop_is_named(group):
 def test_one_replica_sends_nothing(group):
     step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1))
     audit = fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4))
-    assert audit.flights == () and "nothing is sent" in audit.problems()[0]
+    assert audit.collectives == () and "nothing is sent" in audit.problems()[0]
 
 
 MERGED = """HloModule f, is_scheduled=true
@@ -257,7 +260,7 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 def test_merged_and_swapped_buckets_are_named(text, words):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * 2, bucket_cap_mb=0)
     module = parse(text)
-    audit = read(module, find_flights(module), communications(reductions(plan, None, None)), plan, "h100:8", None)
+    audit = read(module, find_collectives(module), communications(reductions(plan, None, None)), plan, "h100:8", None)
     assert any(words in problem for problem in audit.problems())
 
 
@@ -314,7 +317,7 @@ def test_a_step_of_several_programs_says_so():
 
 
 @aot
-def test_a_table_has_a_line_for_each_flight_and_a_picture_is_a_file(tmp_path):
+def test_a_table_has_a_line_for_each_collective_and_a_picture_is_a_file(tmp_path):
     audit = audited("mlp", "h100:8")
     lines = str(audit).splitlines()
     assert [line.split()[:3] for line in lines[1:9]] == [[str(k), "bucket", str(k)] for k in range(8)]
@@ -329,7 +332,7 @@ def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
     audit = audited("mlp", "h100:8")
     line = audit.timeline
     assert line is not None
-    assert [span.nbytes for span in line.communication] == [flight.nbytes for flight in audit.flights]
+    assert [span.nbytes for span in line.communication] == [collective.nbytes for collective in audit.collectives]
     assert 0 < sum(span.seconds for span in line.compute) <= line.seconds
     # Of the last bucket's traffic nothing is hidden.
     assert line.exposed >= line.communication[-1].seconds
@@ -350,13 +353,15 @@ def test_the_same_step_on_another_group_trains_alike(group):
 @aot
 def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
     audit = look(plain_mlp(256), "h100:8", bucket_cap_mb=0, hook=fddp.hooks.powersgd(2, start_step=5))
-    inside = [flight for flight in audit.flights if flight.branches]
-    assert inside and not any(flight.loops for flight in inside)
+    inside = [collective for collective in audit.collectives if collective.branches]
+    assert inside and not any(collective.loops for collective in inside)
     (problem,) = (problem for problem in audit.problems() if "in a branch" in problem)
     assert all(f"bucket {k}" in problem for k in range(4))
     assert audit.timeline is not None
     sent = sum(span.nbytes for span in audit.timeline.communication)
-    assert sent == sum(flight.nbytes for flight in audit.flights) - sum(flight.nbytes for flight in inside)
+    assert sent == sum(collective.nbytes for collective in audit.collectives) - sum(
+        collective.nbytes for collective in inside
+    )
     assert "in a branch" in str(audit)
 
 
@@ -369,6 +374,6 @@ def test_a_hook_that_gathers_is_charged_for_what_it_gathers():
 def test_an_all_to_all_is_no_merged_bucket(group):
     step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), hook=fddp.hooks.bf16())
     audit = fddp.audit(step, step.init(jnp.ones((16, 8))), jnp.ones((8, 16)))
-    assert {flight.kind for flight in audit.flights} >= {"all-to-all", "all-gather"}
-    assert {"bucket 0", "tail"} == {audit.label(k) for k in range(len(audit.flights))}
+    assert {collective.kind for collective in audit.collectives} >= {"all-to-all", "all-gather"}
+    assert {"bucket 0", "tail"} == {audit.label(k) for k in range(len(audit.collectives))}
     assert not any("merged" in problem for problem in audit.problems())

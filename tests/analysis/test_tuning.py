@@ -8,7 +8,7 @@ import pytest
 import fddp
 from fddp.analysis.measurement import MeasuredStep
 from fddp.analysis.tuning.link import Link
-from fddp.analysis.tuning.regrouping import Typical, joined, total_seconds, typical, wire_bytes
+from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
 from fddp.buckets.plan import make_plan, place_scalars
 from fddp.schedules.timeline import Pace, Span, Timeline
@@ -49,10 +49,10 @@ def test_a_tail_that_leads_leaves_before_all_others():
 
 
 def test_the_tail_rides_behind_a_bucket_or_alone():
-    assert wire_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
-    assert wire_bytes(place_scalars(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
-    assert wire_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
-    assert wire_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), tail=100) == (100, 12, 4, 8)
+    assert message_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
+    assert message_bytes(place_scalars(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
+    assert message_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
+    assert message_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), tail=100) == (100, 12, 4, 8)
 
 
 def test_each_further_stage_costs_what_two_cuts_say():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fddp.hlo.collectives import find_flights
+from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import Work, traffic, work
 from fddp.hlo.module import Array, parse
 
@@ -159,31 +159,31 @@ def flying(start="", between="", done="%done = f32[2,2] all-reduce-done(%start)"
 
 
 def test_what_stands_between_start_and_done_runs_beside_an_all_reduce():
-    (flight,) = find_flights(parse(flying()))
-    assert (flight.asynchronous, flight.heavy, flight.flops, flight.nbytes) == (True, 1, 16, 16)
-    (flight,) = find_flights(parse(flying(between="%copy = f32[2,2] copy(%x)")))
-    assert (flight.asynchronous, flight.heavy) == (True, 0)
+    (collective,) = find_collectives(parse(flying()))
+    assert (collective.asynchronous, collective.heavy, collective.flops, collective.nbytes) == (True, 1, 16, 16)
+    (collective,) = find_collectives(parse(flying(between="%copy = f32[2,2] copy(%x)")))
+    assert (collective.asynchronous, collective.heavy) == (True, 0)
 
 
 def test_an_all_reduce_that_is_marked_synchronous_hides_nothing():
     marked = ', backend_config={"collective_backend_config":{"is_sync":true,"backend":"DEFAULT"}}'
-    (flight,) = find_flights(parse(flying(start=marked)))
-    assert (flight.asynchronous, flight.heavy, flight.flops) == (False, 0, 0)
+    (collective,) = find_collectives(parse(flying(start=marked)))
+    assert (collective.asynchronous, collective.heavy, collective.flops) == (False, 0, 0)
 
 
 def test_the_order_of_a_program_without_a_schedule_says_nothing():
-    (flight,) = find_flights(parse(flying().replace(", is_scheduled=true", "")))
-    assert not flight.asynchronous
+    (collective,) = find_collectives(parse(flying().replace(", is_scheduled=true", "")))
+    assert not collective.asynchronous
 
 
-def test_merged_all_reduces_are_one_flight_of_several_arrays():
+def test_merged_all_reduces_are_one_collective_of_several_arrays():
     text = entry(
         "%x = f32[8] parameter(0)",
         "%y = bf16[4] parameter(1)",
         "%both = (f32[8], bf16[4]) all-reduce(%x, %y), to_apply=%add",
     )
-    (flight,) = find_flights(parse(text))
-    assert (len(flight.arrays), flight.nbytes, flight.asynchronous) == (2, 32 + 8, False)
+    (collective,) = find_collectives(parse(text))
+    assert (len(collective.arrays), collective.nbytes, collective.asynchronous) == (2, 32 + 8, False)
 
 
 def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
@@ -197,4 +197,7 @@ def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
         "%wrapped (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
         "  ROOT %sum = f32[8] all-reduce(%p), to_apply=%add\n}\n\nENTRY",
     )
-    assert [(flight.asynchronous, flight.loops) for flight in find_flights(parse(text))] == [(True, 0), (False, 1)]
+    assert [(collective.asynchronous, collective.loops) for collective in find_collectives(parse(text))] == [
+        (True, 0),
+        (False, 1),
+    ]

@@ -9,32 +9,32 @@ Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
 
 from fddp.analysis.auditing.targets import Target
-from fddp.hlo import Computation, Flight, Instruction, Module, sends, traffic, work
+from fddp.hlo import Collective, Computation, Instruction, Module, sends, traffic, work
 from fddp.schedules import Span, Timeline
 
 
-def estimate(module: Module, flights: tuple[Flight, ...], target: Target) -> Timeline:
+def estimate(module: Module, collectives: tuple[Collective, ...], target: Target) -> Timeline:
     """Estimates when a step on a target would compute and when it would communicate.
 
     Args:
       module: the scheduled program; a loop or a conditional in it is one operation, with what it sends unseen.
-      flights: its collectives.
+      collectives: its collectives.
       target: the machine.
 
     Returns:
       A timeline; computation is named after the Python functions it comes from, communication after its number among
-      `flights`.
+      `collectives`.
     """
-    seen = {k: flight for k, flight in enumerate(flights) if not flight.inside}
+    seen = {k: collective for k, collective in enumerate(collectives) if not collective.inside}
     starts, dones = {one.start: k for k, one in seen.items()}, {one.done: k for k, one in seen.items()}
     clock = link = 0.0
     landed: dict[int, float] = {}
     spans: list[Span] = []
     for at, (line, computation) in enumerate(next(module.schedules()).lines):
         if at in starts:
-            flight, begin = flights[starts[at]], max(clock, link)
-            landed[starts[at]] = link = begin + target.seconds(flight.kind, flight.nbytes)
-            spans.append(Span("communication", str(starts[at]), begin, link, flight.nbytes))
+            collective, begin = collectives[starts[at]], max(clock, link)
+            landed[starts[at]] = link = begin + target.seconds(collective.kind, collective.nbytes)
+            spans.append(Span("communication", str(starts[at]), begin, link, collective.nbytes))
         elif not sends(module, line):
             seconds = _seconds(module, line, computation, target)
             if seconds:

@@ -18,7 +18,7 @@ from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.analysis.plots import draw, figure, label
 from fddp.buckets import BucketPlan, MiB
-from fddp.hlo import Flight, Module, find_flights, parse, work
+from fddp.hlo import Collective, Module, find_collectives, parse, work
 from fddp.schedules import Communicate, Timeline, scope
 from fddp.step import TrainStep
 
@@ -30,12 +30,12 @@ class Audit:
     where: str
     """The target, or the platform of the devices that the step runs on."""
     plan: BucketPlan
-    flights: tuple[Flight, ...]
+    collectives: tuple[Collective, ...]
     """The program's collectives, in the order in which they start."""
     messages: tuple[str, ...]
     """What the step's list of tasks sends, by name, in order: "bucket 0", "tail"."""
     carries: tuple[str | None, ...]
-    """The message that each flight carries; None: a collective that is none, the loss's own, or several merged."""
+    """The message that each collective carries; None: a collective that is none, the loss's own, or several merged."""
     heavy: int
     """Matrix products and convolutions in the program, and"""
     flops: int
@@ -44,7 +44,7 @@ class Audit:
     """Of these, the operations done in loops."""
     timeline: Timeline | None
     """For a target: when the step would compute and communicate, by `estimate`. The names of communication are
-    numbers of flights."""
+    numbers of collectives."""
 
     def problems(self) -> tuple[str, ...]:
         """What keeps traffic from being hidden, in words, and what to do about it.
@@ -69,18 +69,18 @@ class Audit:
         line = self.timeline
         sheet, (axis,) = figure(1)
         draw(axis, {self.where: line})
-        label(axis, line, [self.label(k) for k in range(len(self.flights))])
+        label(axis, line, [self.label(k) for k in range(len(self.collectives))])
         axis.set_title(f"{1e3 * line.seconds:.2f} ms, {1e3 * line.exposed:.2f} ms of traffic exposed", loc="left")
         axis.set_xlabel("ms, estimated at peak rates")
         sheet.savefig(path, dpi=150)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Numbers of the flights that carry a message."""
+        """Numbers of the collectives that carry a message."""
         return tuple(k for k, message in enumerate(self.carries) if message is not None)
 
     def label(self, k: int) -> str:
-        """What a flight carries, in words.
+        """What a collective carries, in words.
 
         Args:
           k: its number.
@@ -88,23 +88,23 @@ class Audit:
         Returns:
           "bucket 2", "tail", "merged" or "other".
         """
-        return self.carries[k] or ("merged" if _merged(self.flights[k]) else "other")
+        return self.carries[k] or ("merged" if _merged(self.collectives[k]) else "other")
 
     def __str__(self) -> str:
         head = ("starts", "carries", "kind", "MiB", "dtype", "mode", "heavy operations in flight", "of all FLOPs")
         rows: list[tuple[str, ...]] = [head]
-        for k, flight in enumerate(self.flights):
-            mode = "asynchronous" if flight.asynchronous else "synchronous"
-            share = f"{flight.flops / self.flops:.1%}" if self.flops else "–"
-            dtypes = "+".join(sorted({array.dtype for array in flight.arrays}))
-            mode += ", in a loop" if flight.loops else ", in a branch" if flight.branches else ""
-            mib = f"{flight.nbytes / MiB:.3f}"
-            rows.append((str(k), self.label(k), flight.kind, mib, dtypes, mode, str(flight.heavy), share))
+        for k, collective in enumerate(self.collectives):
+            mode = "asynchronous" if collective.asynchronous else "synchronous"
+            share = f"{collective.flops / self.flops:.1%}" if self.flops else "–"
+            dtypes = "+".join(sorted({array.dtype for array in collective.arrays}))
+            mode += ", in a loop" if collective.loops else ", in a branch" if collective.branches else ""
+            mib = f"{collective.nbytes / MiB:.3f}"
+            rows.append((str(k), self.label(k), collective.kind, mib, dtypes, mode, str(collective.heavy), share))
         widths = [max(len(row[c]) for row in rows) for c in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines = [
             *table,
-            f"{self.where}: {sum(f.asynchronous for f in self.flights)} of {len(self.flights)} collectives "
+            f"{self.where}: {sum(f.asynchronous for f in self.collectives)} of {len(self.collectives)} collectives "
             f"asynchronous, {len(self.plan.buckets)} buckets planned; {self.heavy} heavy operations, "
             f"{self.flops / 1e9:.1f} GFLOP a replica",
         ]
@@ -157,14 +157,14 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
         state, batch = jax.tree.map(_shape, (state, batch))
         state = step.shapes(state.params, model_state=state.model_state, rng=state.rng)
     module = parse(step.lower(state, batch).compile().as_text() or "")
-    flights = find_flights(module)
+    collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
-    return read(module, flights, step.tasks(state, batch).messages, step.plan, where, there)
+    return read(module, collectives, step.tasks(state, batch).messages, step.plan, where, there)
 
 
 def read(
     module: Module,
-    flights: tuple[Flight, ...],
+    collectives: tuple[Collective, ...],
     sends: Sequence[Communicate],
     plan: BucketPlan,
     where: str,
@@ -174,7 +174,7 @@ def read(
 
     Args:
       module: the program.
-      flights: its collectives.
+      collectives: its collectives.
       sends: the tasks that it should hold.
       plan: the buckets.
       where: what it is compiled for, in words.
@@ -188,31 +188,31 @@ def read(
     return Audit(
         where=where,
         plan=plan,
-        flights=flights,
+        collectives=collectives,
         messages=tuple(task.name for task in sends),
-        carries=_carried(flights, sends),
+        carries=_carried(collectives, sends),
         heavy=sum(len(found) for _, found in works),
         flops=sum(one.flops for _, found in works for one in found),
         looped=sum(one.flops for line, found in works if line.opcode == "while" for one in found),
-        timeline=None if target is None else estimate(module, flights, target),
+        timeline=None if target is None else estimate(module, collectives, target),
     )
 
 
-def _carried(flights: Sequence[Flight], sends: Sequence[Communicate]) -> tuple[str | None, ...]:
+def _carried(collectives: Sequence[Collective], sends: Sequence[Communicate]) -> tuple[str | None, ...]:
     """By the name that a message has inside the program; XLA keeps the first name of a merged one."""
     scopes = {scope(task): task.name for task in sends}
     named = re.compile(rf"\b({'|'.join(scopes)})\b")
 
-    def name(flight: Flight) -> str | None:
-        found = None if _merged(flight) else named.search(flight.op_name)
+    def name(collective: Collective) -> str | None:
+        found = None if _merged(collective) else named.search(collective.op_name)
         return scopes[found[1]] if found else None
 
-    return tuple(map(name, flights))
+    return tuple(map(name, collectives))
 
 
-def _merged(flight: Flight) -> bool:
+def _merged(collective: Collective) -> bool:
     """Several collectives in one; an all-to-all has an array for each replica by itself."""
-    return len(flight.arrays) > 1 and flight.kind != "all-to-all"
+    return len(collective.arrays) > 1 and collective.kind != "all-to-all"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -223,43 +223,43 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _problems(audit: Audit) -> Iterator[str]:
-    flights = audit.flights
-    if not flights:
+    collectives = audit.collectives
+    if not collectives:
         yield "nothing is sent: this step has one replica, so there is no traffic to hide."
         return
-    for k, flight in enumerate(flights):
-        if _merged(flight):
+    for k, collective in enumerate(collectives):
+        if _merged(collective):
             yield (
-                f"merged: XLA made one {flight.kind} of {len(flight.arrays)}, {flight.nbytes / MiB:.1f} MiB, which "
-                "leaves when the last of them is ready; take what overrides fddp's "
-                "xla_gpu_all_reduce_combine_threshold_bytes=0 out of XLA_FLAGS."
+                f"merged: XLA made one {collective.kind} of {len(collective.arrays)}, "
+                f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; take what "
+                "overrides fddp's xla_gpu_all_reduce_combine_threshold_bytes=0 out of XLA_FLAGS."
             )
-        if flight.loops:
+        if collective.loops:
             yield (
-                f"in a loop: {flight.op_name or flight.kind} ({audit.label(k)}) is sent in every round; move it out of "
-                "the loop. (Micro-batches of accumulation_steps send nothing.)"
+                f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in every round; "
+                "move it out of the loop. (Micro-batches of accumulation_steps send nothing.)"
             )
     carried = [message for message in audit.carries if message is not None]
     missing = [message for message in audit.messages if message not in carried]
-    if missing and not any(map(_merged, flights)):
+    if missing and not any(map(_merged, collectives)):
         yield f"not as planned: no collective carries {_listed(missing)}."
     if carried != sorted(carried, key=audit.messages.index):
         yield f"out of order: messages start in the order {_listed(carried)}; early ones wait for late ones."
-    chosen = sorted({audit.label(k) for k in audit.sent if flights[k].branches})
+    chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches})
     if chosen:
         yield (
             f"in a branch: {_listed(chosen)}. Whether, or how, it is sent is decided at run time (a hook that begins "
             "later, skip_all_reduce_unused_params), XLA computes nothing beside a conditional, and the estimate leaves "
             "what it sends out."
         )
-    yield from _exposed(audit, [k for k in audit.sent if not flights[k].inside])
+    yield from _exposed(audit, [k for k in audit.sent if not collectives[k].inside])
 
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
     # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
-    held = [k for k in sent if not audit.flights[k].asynchronous and audit.carries[k] != "tail"]
-    alone = [k for k in sent if k not in held and not audit.flights[k].heavy]
+    held = [k for k in sent if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"]
+    alone = [k for k in sent if k not in held and not audit.collectives[k].heavy]
     if held and audit.where == "cpu":
         yield (
             f"synchronous: {_listed(map(audit.label, held))}. XLA:CPU overlaps nothing inside a program; one process a "

@@ -32,7 +32,7 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
     return Typical(tuple(works[:stages]), nbytes, tuple(works[stages:]), idle, seconds)
 
 
-def wire_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
+def message_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
     """Bytes of each all-reduce of a plan, with the tail behind the one that carries it, or alone."""
     sizes = [0 if message.bucket is None else plan.buckets[message.bucket].nbytes for message in plan.messages]
     return tuple(size + tail * message.scalars for size, message in zip(sizes, plan.messages))

@@ -18,7 +18,7 @@ import optax
 
 from fddp.analysis.measurement import MeasuredStep, Measurement
 from fddp.analysis.tuning.link import Link, fit_link
-from fddp.analysis.tuning.regrouping import Typical, different, joined, total_seconds, typical, wire_bytes
+from fddp.analysis.tuning.regrouping import Typical, different, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.buckets import BucketPlan, MiB, make_plan, place_scalars
 from fddp.comm import Group
@@ -193,7 +193,7 @@ def tune(
         more = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
-            nbytes = wire_bytes(plan, more)
+            nbytes = message_bytes(plan, more)
             stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
             updates = joined(fine.updates, order, plan, total=sum(busy.updates))
             line = simulate(*outline(stages, [link.seconds(n) for n in nbytes], updates), pace)
