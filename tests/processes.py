@@ -66,7 +66,15 @@ class Outcome:
         return set(self.codes) == {0}
 
 
-def launch(backend: str, size: int, script: str, *args: object, folder: Path, timeout_s: float, **env: str) -> Outcome:
+def launch(
+    backend: str,
+    size: int,
+    script: str,
+    *args: object,
+    folder: Path,
+    timeout_s: float,
+    **env: str,
+) -> Outcome:
     """Runs a worker on so many ranks and waits for its end.
 
     Args:
@@ -87,11 +95,16 @@ def launch(backend: str, size: int, script: str, *args: object, folder: Path, ti
     _wait(processes, timeout_s)
     codes = tuple(process.poll() for process in processes)
     _kill(processes)
-    outputs = tuple("".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size))
+    outputs = written(folder, size)
     for rank, text in enumerate(outputs):
         print(f"--- {backend} rank {rank} of {size}\n{text}")
     print(f"--- exit codes {codes}")
     return Outcome(outputs, codes)
+
+
+def written(folder: Path, size: int) -> tuple[str, ...]:
+    """What each rank, and the watcher beside it, which may outlive it, has written so far."""
+    return tuple("".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size))
 
 
 def _environment() -> dict[str, str]:

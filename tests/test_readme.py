@@ -14,7 +14,6 @@ import fddp
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-PROPOSED = {"runtime/watchdog.py"}  # what a newcomer might add
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 (THREE_LINES,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
@@ -122,7 +121,6 @@ def test_every_file_and_test_exists(page):
     text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     # `bench/overlap.py`, and the same inside a command; a test is named without its folder.
     files = {file for span in re.findall(r"`([^`\n]+)`", text) for file in re.findall(r"[\w./-]+/[\w-]+\.\w+", span)}
-    files -= PROPOSED
     assert [file for file in files if not (ROOT / file).exists() and not (ROOT / "fddp" / file).exists()] == []
     tests = set(re.findall(r"`(test_\w+)`", text))
     assert [test for test in tests if not list((ROOT / "tests").rglob(f"{test}.py"))] == []
@@ -132,7 +130,7 @@ def test_every_file_and_test_exists(page):
 
 
 def test_the_reading_order_names_every_module():
-    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", PAGES["architecture.md"])) - PROPOSED - {"hooks/__init__.py"}
+    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", PAGES["architecture.md"])) - {"hooks/__init__.py"}
     rooms = {str(path.relative_to(ROOT / "fddp")) for path in (ROOT / "fddp").glob("*/**/*.py")}
     assert named == {path for path in rooms if not path.endswith("__init__.py")}
 

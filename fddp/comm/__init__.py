@@ -17,6 +17,9 @@ from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
 from fddp.comm.group import Group as Group
+from fddp.comm.journal import BETWEEN as BETWEEN
+from fddp.comm.journal import FAILED as FAILED
+from fddp.comm.journal import Journal as Journal
 from fddp.comm.mesh import AXIS as AXIS
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_placement as mesh_placement

@@ -4,7 +4,7 @@ Source: `ProcessGroup` and `new_group` in `torch.distributed`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.comm.communicator import Communicator
+from fddp.comm.journal import Journal
 from fddp.comm.placement import Placement
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
@@ -58,6 +59,8 @@ class Group:
     """Makes a smaller group; see `subgroup`."""
     clone: Callable[[int], tuple[Transport, ...]] = field(repr=False, compare=False)
     """Transports that work side by side: so many, or fewer where the backend has no more."""
+    journal: Journal = field(default_factory=Journal, repr=False, compare=False)
+    """What this process does, step by step."""
 
     @property
     def axis_name(self) -> str | None:
@@ -74,7 +77,8 @@ class Group:
           The arrays in order of rank, stacked along a new first dim.
         """
         x = np.asarray(x)
-        rows = self.hosts.all_gather(np.frombuffer(x.tobytes(), np.uint8))
+        with self.journal.call("all_gather", self.processes):
+            rows = self.hosts.all_gather(np.frombuffer(x.tobytes(), np.uint8))
         return _from_bytes(rows.tobytes(), x.dtype, (self.processes, *x.shape))
 
     def all_reduce(self, x: Any, op: str = "sum") -> np.ndarray:
@@ -112,7 +116,10 @@ class Group:
         leaves, treedef = jax.tree.flatten(tree)
         hosted = [_hosted(x) for x in leaves]
         data = np.frombuffer(b"".join(x.tobytes() for x in hosted), np.uint8)
-        chunks = [self.hosts.broadcast(data[at : at + CHUNK_BYTES], root) for at in range(0, data.size, CHUNK_BYTES)]
+        with self.journal.call("broadcast", self.processes):
+            chunks = [
+                self.hosts.broadcast(data[at : at + CHUNK_BYTES], root) for at in range(0, data.size, CHUNK_BYTES)
+            ]
         received = memoryview(np.concatenate([data[:0], *chunks]).tobytes())
         ends = np.cumsum([0] + [x.nbytes for x in hosted])
         values = [
@@ -142,7 +149,7 @@ class Group:
             raise ValueError(f"ranks must be different numbers in 0..{self.processes - 1}, got {ranks}.")
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} is not in {ranks}; call subgroup only on its members.")
-        return self.make_subgroup(ranks)
+        return replace(self.make_subgroup(ranks), journal=self.journal)
 
 
 def _hosted(x: Any) -> np.ndarray:

@@ -28,6 +28,8 @@ class Reduction(NamedTuple):
     leaves: tuple[int, ...] | None = None
     """Places in the mask, with which the first message then begins; it is sent if a replica used one of them. None:
     always."""
+    carries: str = " (loss and metrics)"
+    """What is in the message, for people."""
 
 
 PLAIN = Reduction()
@@ -52,7 +54,9 @@ def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None
         bucket = plan.buckets[message.bucket]
         forms = tuple(jax.ShapeDtypeStruct(plan.leaves[i].shape, plan.leaves[i].dtype) for i in bucket.leaves)
         apply = None if hook is None else partial(_hooked, hook, forms)
-        return Reduction(message.name, apply, None if mask is None else tuple(place[i] for i in bucket.leaves))
+        leaves = None if mask is None else tuple(place[i] for i in bucket.leaves)
+        first, more = bucket.names[0], f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
+        return Reduction(message.name, apply, leaves, f" ({first}{more})" if first else "")
 
     return tuple(map(of, plan.messages))
 

@@ -2,21 +2,25 @@
 
 A rank that dies alone leaves the others waiting inside a collective for ever. So an exception that nobody catches first
 asks whether the other ranks fail too (an error that all can see, a bad option say): then each ends by itself. If not,
-the world is taken down. `sys.exit` with a status other than 0 counts as such an exception, even where it is caught;
-`raise SystemExit` goes unnoticed.
+the world is taken down. A rank that dies, or leaves by `sys.exit`, is what the watchers see (`watchdog.py`).
 """
 
-import atexit
 import math
 import os
+import re
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
+
+import jax
+
+from fddp.comm import FAILED, Journal, poll
 
 GRACE_S = 5.0
+# So long an error of the transport waits for what the watchers find.
+VERDICT_S = 3.0
 
 
 class Ending(NamedTuple):
@@ -32,13 +36,14 @@ class Ending(NamedTuple):
     """Ends this process at once, and with it the others."""
 
 
-def end_together(rank: int, size: int, ending: Ending) -> None:
+def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None:
     """Makes an uncaught exception on one rank end the script on all of them.
 
     Args:
       rank: this process.
       size: number of processes.
       ending: the transport's means.
+      journal: where this rank writes down that it fails, and its watcher why the job ends.
 
     Raises:
       ValueError: the environment's grace is no number of seconds.
@@ -46,6 +51,7 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
     grace_s = read_grace(os.environ)
 
     def end(message: str, details: str) -> None:
+        journal.say(FAILED)
         name = f"fddp: rank {rank} of {size}"
         cause = ending.cause()
         if cause is not None:
@@ -58,10 +64,14 @@ def end_together(rank: int, size: int, ending: Ending) -> None:
             ending.abort()
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Where another rank has died, what a transport says of it here is not the cause, and the watchers know that.
+        if isinstance(error, jax.errors.JaxRuntimeError) or re.search("Gloo|NCCL|MPI", f"{kind.__module__} {error}"):
+            journal.say("after an error")
+            if poll(lambda: journal.verdict().end, VERDICT_S):
+                leave()
         end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
 
     sys.excepthook = on_exception
-    _on_exit(lambda status: end(f"sys.exit({status!r})", f"sys.exit({status!r})\n"))
 
 
 def read_grace(env: Mapping[str, str]) -> float:
@@ -86,22 +96,18 @@ def read_grace(env: Mapping[str, str]) -> float:
     return seconds
 
 
-def _on_exit(act: Callable[[Any], None]) -> None:
-    """Acts when the interpreter ends after `sys.exit(status)` with another status than 0."""
-    leave, statuses = sys.exit, []
-
-    def exit_noted(status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():  # elsewhere it ends only its thread
-            statuses.append(status)
-        leave(status)
-
-    # The exit hook cannot see the status, and only it knows that nobody caught the SystemExit.
-    sys.exit = exit_noted
-    atexit.register(lambda: act(statuses[-1]) if statuses and statuses[-1] not in (None, 0) else None)
-
-
 def _write(text: str) -> None:
     # One write: the lines of several ranks must not interleave.
     sys.stderr.write(text)
     sys.stderr.flush()
     sys.stdout.flush()
+
+
+def leave() -> None:
+    """Ends this process at once; its watcher has said why."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(1)

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 
-from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
+from fddp.comm import BETWEEN, Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.launchers import Launch, missing_srun, read_launch
 from fddp.runtime.rendezvous import meet
+from fddp.runtime.watchdog import shared_journal, watched
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -31,6 +32,7 @@ def init(
     size: int | None = None,
     coordinator: str | None = None,
     timeout_s: float = 300.0,
+    stall_s: float | None = None,
 ) -> Group:
     """Joins the other processes of this job and returns the group of all replicas.
 
@@ -46,6 +48,9 @@ def init(
       size: number of processes.
       coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
       timeout_s: seconds to wait for the other processes. After five of them each rank says whom it waits for.
+      stall_s: seconds after which all ranks say who is stuck, if some wait in a step and none moves; after twice as
+        many all end. A rank that lives and is in no step (it evaluates, or waits for data) has ten times as many. None:
+        30, or ten steps if they take longer.
 
     Returns:
       The group.
@@ -61,8 +66,9 @@ def init(
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}.")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}.")
+    for name, seconds in (("timeout_s", timeout_s), ("stall_s", stall_s)):
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name} must be more than 0 seconds, got {seconds}.")
     request = (backend, rank, size, coordinator)
     if _started and request not in ((None,) * 4, _started[0][0]):
         raise ValueError(
@@ -71,8 +77,19 @@ def init(
         )
     if not _started:
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
-        _started.append((request, _start(backend or _pick(launch), launch, timeout_s)))
+        _started.append((request, _start(backend or _pick(launch), launch, timeout_s, stall_s)))
     return _started[0][1]
+
+
+def alive() -> None:
+    """Says that this rank lives and makes progress, in a long loop between steps: an evaluation, say.
+
+    Example:
+      >>> import fddp
+      >>> for batch in range(3):
+      ...     fddp.alive()
+    """
+    init().journal.say(BETWEEN)
 
 
 def group_of(call: str, group: Group | None) -> Group:
@@ -139,22 +156,24 @@ def _has_gpus() -> bool:
     return plugins and Path("/dev/nvidiactl").exists() and (not platforms or "cuda" in platforms or "gpu" in platforms)
 
 
-def _start(backend: str, launch: Launch, timeout_s: float) -> Group:
+def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None) -> Group:
     if backend == "local":
         return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
     if backend == "mpi":
-        return _start_mpi(launch)
+        return _start_mpi(launch, stall_s)
     if not jax.distributed.is_initialized() and launch.size > 1:
         _start_distributed(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
     rank, size = jax.process_index(), jax.process_count()
+    journal, file = shared_journal(size)
     if size > 1:
-        end_together(rank, size, _service_ending(rank, size))
-    return replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
+        end_together(rank, size, _service_ending(rank, size), journal)
+    group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
+    return watched(group, file, stall_s)
 
 
-def _start_mpi(launch: Launch) -> Group:
+def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
     # mpi4jax warns of every JAX newer than the one it was released with; ours is tested with it.
     os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
@@ -164,8 +183,9 @@ def _start_mpi(launch: Launch) -> Group:
             "or use backend 'gloo'."
         )
     comm = _mpi_world(launch, "use backend 'gloo'")
+    journal, file = shared_journal(comm.size)
     if comm.size > 1:  # first of all, so that an error of all ranks is told in full by one of them
-        end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()))
+        end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()), journal)
     try:
         importlib.import_module("mpi4jax")
     except (ImportError, RuntimeError) as error:
@@ -173,7 +193,7 @@ def _start_mpi(launch: Launch) -> Group:
             f"backend 'mpi': mpi4jax does not load beside the MPI of mpi4py ({str(error).splitlines()[0]}); "
             "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
         ) from None
-    return mpi_group(comm)
+    return watched(replace(mpi_group(comm), journal=journal), file, stall_s)
 
 
 def _mpi_world(launch: Launch, otherwise: str) -> Any:

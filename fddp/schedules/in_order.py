@@ -60,6 +60,7 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
                     values[BYTES] = bytes_of(group, sends)
             else:
                 start = perf_counter()
+                group.journal.say(task.name)
                 made = jax.block_until_ready(now.programs[task.name](*read))
                 spans.append(Span(task.kind, task.name, start, perf_counter()))
                 values.update(zip(task.writes, made))

@@ -56,13 +56,15 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
         size, finite = message.size // group.placement.replicas_in_array, True
         if reduction.leaves is not None and not jax.device_get(first().total)[list(reduction.leaves)].any():
             total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
-        elif reduction.apply is None:
-            group.recovery.sends()
-            total, sent = transport.all_reduce(message), all_reduce_bytes(group.communicator, size, message.dtype)
         else:
             group.recovery.sends()
-            with asked_for():  # a collective of MPI takes a token along, which is new in each thread
-                total, mine, sent, finite = jax.block_until_ready(programs[k](message, mine))
+            with group.journal.message(reduction.name + reduction.carries, size * message.dtype.itemsize):
+                if reduction.apply is None:
+                    total = transport.all_reduce(message)
+                    sent = all_reduce_bytes(group.communicator, size, message.dtype)
+                else:
+                    with asked_for():  # a collective of MPI takes a token along, which is new in each thread
+                        total, mine, sent, finite = jax.block_until_ready(programs[k](message, mine))
         nbytes = size * message.dtype.itemsize
         span = Span("communication", reduction.name, start, perf_counter(), nbytes)
         return Sent(total, mine, sent, span, bool(jax.device_get(finite)))

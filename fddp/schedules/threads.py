@@ -132,6 +132,7 @@ def _launch(
             wait_for_launched()
         read = [arrived(name) for name in task.reads]
         since = perf_counter()
+        group.journal.say(task.name)
         try:
             made = now.programs[task.name](*read)
         finally:

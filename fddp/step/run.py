@@ -73,7 +73,8 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
     Returns:
       What `use` made of them, and the state of the hook.
     """
-    with settled.replica.group.recovery.attempt():
+    group = settled.replica.group
+    with group.journal.step(group.processes), group.recovery.attempt():
         result, memory = settled.runner.run(*_arguments(settled, state), batch)
     hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
     return result, hook_state
@@ -83,6 +84,7 @@ def accumulate(settled: Settled, state: TrainState, batch: Any) -> tuple[TrainSt
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
     replicated, pending, _ = _arguments(settled, state)
+    settled.replica.group.journal.say("no_sync")
     accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)

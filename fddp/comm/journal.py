@@ -1,0 +1,171 @@
+"""What this rank is doing, written where another process can read it: steps, tasks, messages, and signs of life.
+
+A rank that is stuck cannot say so itself. So it writes down what it begins, in memory that its watcher shares
+(`fddp.runtime`), and writing costs no system call. The last messages stay there too, and outlive the rank.
+
+Source: the flight recorder of PyTorch's NCCL process group.
+"""
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+MESSAGES = 64  # that are kept
+BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
+
+# Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
+# begun; when the rank last moved; seconds that a step mostly takes; whether it is in a call of all ranks.
+HEAD = struct.Struct("<QQQQdd?")
+TEXT = struct.Struct("<120s")  # what it does, and what it sends
+MESSAGE = struct.Struct("<QQddQ120s")  # number, step, begin, end, bytes, name
+VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
+
+DOING, SENDING, ENDING, RING = 64, 192, 320, 1024
+SIZE = RING + MESSAGES * MESSAGE.size
+
+
+class Verdict(NamedTuple):
+    """What the watchers of all ranks have found."""
+
+    end: bool
+    """Whether this rank is to end."""
+    words: str
+
+
+class Journal:
+    """What one process does; the groups that it is a member of share it."""
+
+    def __init__(self, memory: Any = None, processes: int = 1) -> None:
+        """Args:
+        memory: `SIZE` bytes that can be written, shared with a watcher; None: nobody reads.
+        processes: of the job.
+        """
+        self.memory = bytearray(SIZE) if memory is None else memory
+        self.processes = processes
+        self._lock, self._launched = threading.RLock(), deque[Any]()
+        self._began, self._between, self._typical = 0.0, deque[float](maxlen=100), 0.0
+        self._life = self._steps = self._calls = self._messages = 0
+        self._inside = self._together = False
+        self.say(BETWEEN)
+
+    @contextmanager
+    def step(self, processes: int) -> Iterator[None]:
+        """Notes a step, from its first task to its last.
+
+        Args:
+          processes: how many take part in it.
+        """
+        now, before, self._began = time.monotonic(), self._began, time.monotonic()
+        self._steps += 1
+        if self._steps > 2:  # the first one compiles
+            self._between.append(now - before)
+            self._typical = median(self._between) if self._steps < 10 or self._steps % 10 == 0 else self._typical
+        with self._of("step", processes):
+            yield
+
+    @contextmanager
+    def call(self, name: str, processes: int) -> Iterator[None]:
+        """Notes what hosts say to each other.
+
+        Args:
+          name: what they do.
+          processes: how many take part in it.
+        """
+        with self._of(name, processes):
+            yield
+
+    @contextmanager
+    def message(self, name: str, nbytes: int) -> Iterator[None]:
+        """Notes a message, from when it leaves until its sum is there; on any thread."""
+        with self._lock:
+            number, self._messages, start = self._messages, self._messages + 1, time.monotonic()
+            place = RING + number % MESSAGES * MESSAGE.size
+            said = MESSAGE.pack(number, self._steps, start, 0.0, nbytes, _short(name))
+            self.memory[place : place + MESSAGE.size] = said
+            self._write(SENDING, name)
+        yield
+        with self._lock:
+            struct.pack_into("<d", self.memory, place + struct.calcsize("<QQd"), time.monotonic())
+            self._write(SENDING, "")
+
+    def launched(self, result: Any) -> None:
+        """Notes what a step will have made when it is over, if Python does not wait for it.
+
+        Args:
+          result: one of its arrays.
+        """
+        self._launched.append(result)
+
+    def say(self, doing: str) -> None:
+        """Notes what the main thread begins."""
+        with self._lock:
+            self._write(DOING, doing)
+
+    def live(self) -> Verdict:
+        """Notes that this process lives, and which of its steps are over.
+
+        Returns:
+          What is to become of it.
+        """
+        with self._lock:
+            self._life += 1
+            struct.pack_into("<Q", self.memory, 0, self._life)
+            self._look()
+        return self.verdict()
+
+    def verdict(self) -> Verdict:
+        """What the watchers have found so far."""
+        end, words = VERDICT.unpack_from(self.memory, ENDING)
+        return Verdict(end, words.rstrip(b"\0").decode(errors="replace"))
+
+    @contextmanager
+    def _of(self, doing: str, processes: int) -> Iterator[None]:
+        self._inside, self._together = True, processes == self.processes
+        self._calls += self._together
+        self.say(doing)
+        try:
+            yield
+        except BaseException:
+            # The others did not see it, or failed as well.
+            self._calls -= self._together
+            self._steps -= doing == "step"
+            raise
+        finally:
+            with self._lock:
+                self._inside = False
+                self._look(over=True)
+
+    def _look(self, over: bool = False) -> None:
+        """Steps that were launched end one after the other, and Python may be many ahead of them."""
+        while self._launched and not _on_its_way(self._launched[0]):
+            self._launched.popleft()
+            over = True
+        if over and not (self._inside or self._launched):
+            self._together = False
+            self._write(DOING, BETWEEN)
+        elif over:
+            self._write_head()
+
+    def _write(self, place: int, text: str) -> None:
+        TEXT.pack_into(self.memory, place, _short(text))
+        self._write_head()
+
+    def _write_head(self) -> None:
+        head = (self._life, self._steps, self._calls, self._messages, time.monotonic(), self._typical, self._together)
+        HEAD.pack_into(self.memory, 0, *head)
+
+
+def _on_its_way(array: Any) -> bool:
+    try:
+        return not array.is_ready()
+    except RuntimeError:  # a later program has used its memory up
+        return False
+
+
+def _short(text: str) -> bytes:
+    return text.encode()[: TEXT.size]

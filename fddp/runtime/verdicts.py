@@ -1,0 +1,134 @@
+"""What the watchers of all ranks conclude from their reports: who died, who is stuck, who left too early.
+
+Pure functions of the standard library alone: a watcher shares nothing with its rank, JAX included.
+
+Source: the stall check of Horovod; PyTorch's monitored barrier.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+AFTER_S = 0.5  # so much later all are known that died with the first
+SILENT_S = 5.0  # a rank without a sign of life for so long, or for a stall, does not run or cannot be reached
+LEAST_S, STEPS = 30.0, 10  # a stall is no shorter than this and than so many steps, unless the user says
+PATIENCE = 10  # a rank that lives and is in no step may be evaluating or compiling: it has so many times as long
+
+Report = Mapping[str, Any]
+
+
+class Verdict(NamedTuple):
+    """What is to be said on all ranks, and whether they are to end."""
+
+    words: str
+    end: bool
+
+
+def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
+    """What the reports of all ranks tell.
+
+    Args:
+      reports: of each rank that was heard, the last.
+      now: seconds of the clock by which they were heard.
+      stall_s: how long nothing may move; None: 30 s, or ten steps if they take longer.
+
+    Returns:
+      The verdict, or None if all is well.
+    """
+    going = {rank: one for rank, one in reports.items() if not one["done"]}
+    dead = [one for one in going.values() if one["gone"]]
+    if dead:
+        first = min(dead, key=lambda one: one["gone"])
+        known = time.time() > first["gone"] + AFTER_S
+        return Verdict(f"rank {first['rank']} died {where(first)}", True) if known else None
+    waiting = [one for one in going.values() if one["together"]]
+    early = [
+        (one, other)
+        for one in reports.values()
+        for other in waiting
+        if one["doing"] == "finished" and one["calls"] < other["calls"]
+    ]
+    if early:
+        one, other = early[0]
+        words = f"rank {one['rank']} finished after {one['steps']} steps, and rank {other['rank']} waits {where(other)}"
+        advice = ": give each rank equally many batches, or use fddp.join" * (other["steps"] > one["steps"])
+        return Verdict(words + advice, True)
+    return stalled(going, now, stall_s)
+
+
+def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
+    """Whether ranks wait in a step while none moves."""
+    # The first step compiles; how long one takes is known after three.
+    waiting = [one for one in going.values() if one["together"] and one["steps"] > (1 if stall_s else 3)]
+    if not waiting:
+        return None
+    limit, silent = longest(going, stall_s), silence(going, stall_s)
+    quiet = min(one["still"] + now - one["heard"] for one in going.values())
+    if quiet < limit:
+        return None
+    lifeless = [one for one in going.values() if one["lifeless"] + now - one["heard"] > silent]
+    least = min((one["calls"], one["messages"]) for one in going.values())
+    behind = lifeless or [one for one in going.values() if (one["calls"], one["messages"]) == least]
+    others = [one for one in waiting if one not in behind]
+    told = [f"rank {one['rank']} {condition(one, now, silent)}" for one in behind[:4]]
+    told += [f"{len(behind) - 4} more are behind"] if len(behind) > 4 else []
+    if others:
+        ranks = ", ".join(str(one["rank"]) for one in others[:8])
+        told.append(f"rank{'s' * (len(others) > 1)} {ranks} wait{'s' * (len(others) == 1)} {where(others[0])}")
+    busy = not lifeless and not any(one["together"] for one in behind)
+    most = PATIENCE * limit if busy else 2 * limit
+    words = f"nothing has moved for {limit:.0f} s: {'; '.join(told)}"
+    if busy:
+        words += f". If this goes on for {most:.0f} s all ranks end; call fddp.alive() in long loops between steps"
+    return Verdict(words.replace(f"for {limit:.0f} s:", f"for {most:.0f} s:") if quiet > most else words, quiet > most)
+
+
+def longest(reports: Mapping[int, Report], stall_s: float | None) -> float:
+    """How long nothing may move."""
+    return stall_s or max(LEAST_S, STEPS * max(one["typical"] for one in reports.values()))
+
+
+def silence(reports: Mapping[int, Report], stall_s: float | None) -> float:
+    """How long there may be no sign of life."""
+    return min(SILENT_S, longest(reports, stall_s))
+
+
+def condition(one: Report, now: float, silent: float) -> str:
+    """What keeps a rank, as far as it can be seen from outside."""
+    if now - one["heard"] > silent:
+        return f"has not been heard of, {where(one)} (its host, or the network)"
+    if one["stopped"]:
+        return f"is stopped {where(one)}"
+    if one["lifeless"] > silent:
+        return f"does not run Python {where(one)} (a debugger, or a call that holds the interpreter)"
+    return f"is {where(one)}"
+
+
+def where(one: Report) -> str:
+    """The place of a rank in its script."""
+    if one["steps"] < 0:
+        return "since it fell silent"
+    if one["together"] and one["doing"] in ("all_gather", "broadcast"):
+        return f"in {one['doing']} after step {one['steps']}"
+    if not one["together"]:
+        return f"between steps {one['steps']} and {one['steps'] + 1}" if one["steps"] else "before its first step"
+    doing = "" if one["doing"] == "step" else f", {one['doing']}"
+    return f"in step {one['steps']}" + (f" for {one['sending']}" if one["sending"] else doing)
+
+
+def judge_alone(own: Report, heard: float, now: float, stall_s: float | None) -> Verdict | None:
+    """What a rank tells whose watcher no longer hears that of rank 0: rank 0 is where it was last heard of.
+
+    Args:
+      own: its report.
+      heard: when rank 0 was last heard of.
+      now: seconds of the same clock.
+      stall_s: how long nothing may move.
+
+    Returns:
+      The verdict, or None as long as nobody knows that anything is wrong.
+    """
+    unknown = {"steps": -1, "calls": -1, "still": 0.0, "lifeless": 0.0, "together": False, "stopped": False}
+    first = {**own, **unknown, "rank": 0, "gone": None, "done": False, "heard": heard}
+    reports = {0: first, own["rank"]: own}
+    return judge(reports, now, stall_s) if now - heard > silence(reports, stall_s) else None

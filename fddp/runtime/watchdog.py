@@ -1,0 +1,144 @@
+"""A process beside each rank sees what a rank cannot say itself: that it is stuck, stopped, killed, or done too early.
+
+Nothing here takes part in a collective. A rank writes down what it begins, its watcher reads that and talks to the
+other watchers; a thread of the rank shows that its interpreter runs.
+"""
+
+import atexit
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fddp.comm import Group, Journal
+from fddp.comm.journal import DOING, ENDING, FAILED, FINISHED, HEAD, SENDING, SIZE, TEXT, VERDICT
+from fddp.runtime.abort import leave
+
+PORT = SIZE  # where the watcher of rank 0 says at which port it listens
+BYTES = SIZE + 8
+SIGN_S = 0.5  # between two signs of life
+START_S = 10.0
+GRACE_S = 1.5
+SIOCGIFADDR = 0x8915
+# Both modules stand alone: to import them as fddp's would load JAX.
+WATCHER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import verdicts, watcher
+watcher.main(json.load(sys.stdin), verdicts.judge, verdicts.judge_alone)
+"""
+
+
+def shared_journal(processes: int) -> tuple[Journal, int]:
+    """A journal in memory that another process can read, and the file that this memory is."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("fddp")
+    else:
+        with tempfile.TemporaryFile() as unnamed:
+            file = os.dup(unnamed.fileno())
+    os.ftruncate(file, BYTES)
+    return Journal(mmap(file, BYTES), processes), file
+
+
+def watched(group: Group, file: int, stall_s: float | None) -> Group:
+    """Starts this rank's watcher, if there are others; every rank of the job calls it.
+
+    Args:
+      group: all processes, with a journal from `shared_journal`.
+      file: its memory.
+      stall_s: how long nothing may move while a rank waits in a step; None: 30 s, or ten steps.
+
+    Returns:
+      The group.
+    """
+    if group.processes == 1:
+        return group
+    journal, rank = group.journal, group.rank
+    keys = group.hosts.all_gather(_host_key())
+    alone = bool(np.all(keys == keys[0]))
+    memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
+    places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "done": (FINISHED, FAILED)}
+    times = {"stall_s": stall_s, "grace_s": GRACE_S}
+    own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
+    job = own | memory | places | times
+    if rank == 0:
+        token = secrets.token_hex(16)
+        _start(job | {"token": token})
+        port = _port(journal)
+        hosts = ["127.0.0.1"] if alone else _own_addresses()
+        told = json.dumps({"token": token, "addresses": [(host, port) for host in hosts]})
+        group.hosts.broadcast(np.frombuffer(told.encode().ljust(1024), np.uint8), 0)
+    else:
+        told = group.hosts.broadcast(np.zeros(1024, np.uint8), 0).tobytes()
+        _start(job | json.loads(told))
+    atexit.register(journal.say, FINISHED)
+    threading.Thread(target=_live, args=(journal,), name="fddp-life", daemon=True).start()
+    return group
+
+
+def _live(journal: Journal) -> None:
+    """Shows that this interpreter runs, and ends the process when its watcher says so."""
+    while not journal.live().end:
+        time.sleep(SIGN_S)
+    leave()
+
+
+def _start(job: dict) -> None:
+    # A session of its own: what ends the rank's group of processes must not silence who tells of it.
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
+        pass_fds=[job["memory"]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    # Not as an argument, which every user of this host could read: the job's token is part of it.
+    door: Any = process.stdin
+    door.write(json.dumps(job).encode())
+    door.close()
+    process.returncode = 0  # nobody waits for it: it outlives this process
+
+
+def _port(journal: Journal) -> int:
+    """Where the watcher of rank 0 listens; 0 if it did not start."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        (port,) = struct.unpack_from("<Q", journal.memory, PORT)
+        if port:
+            return port
+        time.sleep(0.01)
+    return 0
+
+
+def _host_key() -> np.ndarray:
+    """Equal for processes that reach each other over the loopback device."""
+    try:
+        key = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        key = socket.gethostname()
+    return np.frombuffer(key.encode()[:80].ljust(80), np.uint8)
+
+
+def _own_addresses() -> list[str]:
+    """Where other hosts may reach this one, those of its network devices."""
+    found = list[str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+            except OSError:
+                continue
+    return [address for address in found if not address.startswith("127.")] or [socket.gethostname()]

@@ -1,0 +1,230 @@
+"""The process beside each rank that watches it: the standard library alone, started by `watchdog.py`.
+
+It reads what its rank writes down (`fddp.comm.journal`), tells it to the watcher of rank 0, which judges
+(`verdicts.py`), and ends its rank when the job is to end. It shares no interpreter with its rank, so that a rank that
+is stopped, held in a debugger or killed cannot silence it. Lines of JSON travel, to who knows the job's token.
+
+Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency extension.
+"""
+
+import hmac
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+EVERY_S = 0.25
+LAST_S = 5.0  # so long the watcher of a rank that died waits for what the others' say of it
+MOST = 1 << 16  # bytes of a line
+
+
+def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[..., Any]) -> None:
+    """Watches until its rank has ended.
+
+    Args:
+      job: where the journal lies and how, who the others are, and how long a stall is.
+      judge: of `verdicts.py`.
+      judge_alone: likewise.
+    """
+    memory, rank = mmap(job["memory"], job["bytes"]), job["rank"]
+    read, died = reader(memory, job), death(job["parent"])
+    door, links = meet(memory, job)
+    ears = [*([door] if door else []), *pidfd(job["parent"])]
+    reports: dict[int, dict[str, Any]] = {}
+    said, before, sent = "", None, 0.0
+    heard = born = time.monotonic()
+    while True:
+        ready, _, _ = select.select([*ears, *links], [], [], EVERY_S)
+        if door and door in ready:
+            welcome(door, links, job["token"])
+        now, verdicts = time.monotonic(), list[Any]()
+        for line in [line for link in list(links) if link in ready for line in lines(link, links)]:
+            heard = now
+            if "words" in line:
+                verdicts.append(line)
+            elif "rank" in line:
+                reports[line["rank"]] = line | {"heard": now}
+        own = reports[rank] = read() | {"gone": died(), "heard": now}
+        ears = ears[: bool(door)] if own["gone"] else ears
+        all_here = len(reports) == job["size"] or now > born + LAST_S
+        if rank:
+            found = judge_alone(own, heard, now, job["stall_s"])
+        else:
+            found = judge(reports, now, job["stall_s"]) if all_here else None
+        verdicts += [found._asdict()] if found else []
+        news = own["gone"] and not before
+        # Not to every line an answer, or the watchers would do nothing else.
+        if news or now > sent + EVERY_S:
+            send(links, own if rank else {"hub": True})
+            sent, before = now, own["gone"]
+        for verdict in [] if rank else verdicts:
+            send(links, verdict)
+        for verdict in verdicts:
+            if not own["done"] and verdict["words"] != said:
+                said = verdict["words"]
+                print(f"fddp: rank {rank} of {job['size']}: {said}.", file=sys.stderr, flush=True)
+            if verdict["end"]:
+                # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.
+                wait_for_others({} if rank else links, 2 * job["grace_s"])
+                return end(memory, job, said, died)
+        over = own["gone"] and (own["done"] or time.time() > own["gone"] + LAST_S)
+        if over and (rank or not links):
+            return None
+
+
+### The rank
+
+
+def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Makes a function that reads what the rank wrote down."""
+    head, lived, changed = struct.Struct(job["head"]), -1, time.monotonic()
+
+    def text(place: int) -> str:
+        return memory[place : place + job["text"]].rstrip(b"\0").decode(errors="replace")
+
+    def read() -> dict[str, Any]:
+        nonlocal lived, changed
+        life, steps, calls, messages, moved, typical, together = head.unpack_from(memory, 0)
+        now = time.monotonic()
+        if life != lived:
+            lived, changed = life, now
+        return {
+            "rank": job["rank"],
+            "steps": steps,
+            "calls": calls,
+            "messages": messages,
+            "still": now - moved,
+            "lifeless": now - changed,
+            "typical": typical,
+            "together": together,
+            "doing": text(job["doing"]),
+            "done": text(job["doing"]) in job["done"],
+            "sending": text(job["sending"]),
+            "stopped": stopped(job["parent"]),
+        }
+
+    return read
+
+
+def stopped(process: int) -> bool:
+    """Whether a process was stopped, by a signal or a debugger; where there is no /proc nobody knows."""
+    try:
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def death(parent: int) -> Callable[[], float | None]:
+    """Makes a function that tells when the process that started this one ended."""
+    at: float | None = None
+
+    def died() -> float | None:
+        nonlocal at
+        if at is None and os.getppid() != parent:
+            at = time.time()
+        return at
+
+    return died
+
+
+def pidfd(process: int) -> list[int]:
+    """What becomes ready at once when a process ends; nothing where the system has no such thing."""
+    try:
+        return [os.pidfd_open(process)] if hasattr(os, "pidfd_open") else []
+    except OSError:
+        return []
+
+
+def end(memory: mmap, job: Mapping[str, Any], words: str, died: Callable[[], float | None]) -> None:
+    """Ends the rank: it is asked to, and killed if it does not hear."""
+    struct.pack_into(job["verdict"], memory, job["ending"], True, words.encode()[:511])
+    until = time.monotonic() + job["grace_s"]
+    while not died() and time.monotonic() < until:
+        time.sleep(0.05)
+    if not died():
+        os.kill(job["parent"], signal.SIGKILL)
+
+
+### The other watchers
+
+Links = dict[socket.socket, bytearray]
+
+
+def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
+    """The door of rank 0's watcher, or the way there."""
+    if job["rank"] == 0:
+        door = socket.create_server((job["bind"], 0), backlog=job["size"])
+        struct.pack_into("<Q", memory, job["port"], door.getsockname()[1])
+        return door, {}
+    for host, port in job["addresses"]:
+        try:
+            link = socket.create_connection((host, port), timeout=2.0)
+            link.sendall(job["token"].encode() + b"\n")
+            return None, {link: bytearray()}
+        except OSError:
+            continue
+    print(f"fddp: rank {job['rank']} reaches no watcher at {job['addresses']}.", file=sys.stderr, flush=True)
+    return None, {}
+
+
+def welcome(door: socket.socket, links: Links, token: str) -> None:
+    """Takes in who knows the token; others are not answered."""
+    link, _ = door.accept()
+    link.settimeout(1.0)
+    try:
+        said = b""
+        while len(said) <= len(token) and not said.endswith(b"\n"):
+            more = link.recv(len(token) + 1 - len(said))
+            if not more:
+                break
+            said += more
+        if hmac.compare_digest(said, token.encode() + b"\n"):
+            links[link] = bytearray()
+            return
+    except OSError:
+        pass
+    link.close()
+
+
+def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
+    """What came; a link that ends or says what is no line of ours is closed."""
+    buffer = links[link]
+    try:
+        more = link.recv(MOST)
+        buffer += more
+        *whole, rest = bytes(buffer).split(b"\n")
+        said = [json.loads(line) for line in whole]
+        if not more or len(rest) > MOST or not all(isinstance(line, dict) for line in said):
+            raise ValueError
+        links[link] = bytearray(rest)
+        yield from said
+    except (OSError, ValueError):
+        del links[link]
+        link.close()
+
+
+def wait_for_others(links: Links, seconds: float) -> None:
+    """Waits until the watchers of other ranks have ended theirs, and themselves."""
+    until = time.monotonic() + seconds
+    while links and time.monotonic() < until:
+        ready, _, _ = select.select([*links], [], [], EVERY_S)
+        for link in ready:
+            list(lines(link, links))
+
+
+def send(links: Links, line: Mapping[str, Any]) -> None:
+    text = json.dumps(line).encode() + b"\n"
+    for link in list(links):
+        try:
+            link.sendall(text)
+        except OSError:
+            del links[link]
+            link.close()

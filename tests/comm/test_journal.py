@@ -1,0 +1,108 @@
+"""Claims about what a rank writes down for its watcher: `fddp.comm.journal`."""
+
+import struct
+import threading
+from typing import Any
+
+import pytest
+
+from fddp.comm.journal import DOING, ENDING, HEAD, MESSAGE, MESSAGES, RING, SENDING, TEXT, VERDICT, Journal
+
+
+def head(journal: Journal) -> dict[str, Any]:
+    names = ("life", "steps", "calls", "messages", "moved", "typical", "together")
+    return dict(zip(names, HEAD.unpack_from(journal.memory, 0)))
+
+
+def text(journal: Journal, place: int) -> str:
+    (words,) = TEXT.unpack_from(journal.memory, place)
+    return words.rstrip(b"\0").decode()
+
+
+def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
+    journal = Journal(processes=3)
+    for processes, together in ((3, True), (2, False)):
+        with journal.step(processes):
+            journal.say("stage 1")
+            assert (head(journal)["together"], text(journal, DOING)) == (together, "stage 1")
+        assert (head(journal)["together"], text(journal, DOING)) == (False, "between steps")
+    assert (head(journal)["steps"], head(journal)["calls"]) == (2, 1)
+
+
+def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
+    journal = Journal(processes=2)
+    with journal.call("all_gather", 2):
+        assert (head(journal)["together"], text(journal, DOING)) == (True, "all_gather")
+    assert (head(journal)["steps"], head(journal)["calls"]) == (0, 1)
+
+
+def test_an_error_ends_a_step_which_then_does_not_count():
+    journal = Journal()
+    with pytest.raises(ArithmeticError), journal.step(1):
+        raise ArithmeticError
+    assert not head(journal)["together"]
+    assert (head(journal)["steps"], head(journal)["calls"]) == (0, 0)
+
+
+def test_the_last_messages_are_kept_with_their_times():
+    journal = Journal()
+    for number in range(MESSAGES + 3):
+        with journal.message(f"bucket {number}", 8 * number):
+            assert text(journal, SENDING) == f"bucket {number}"
+    assert text(journal, SENDING) == ""
+    rows = [MESSAGE.unpack_from(journal.memory, RING + k * MESSAGE.size) for k in range(MESSAGES)]
+    assert sorted(number for number, *_ in rows) == list(range(3, MESSAGES + 3))
+    for number, _, begin, end, nbytes, name in rows:
+        assert 0 < begin <= end and nbytes == 8 * number
+        assert name.rstrip(b"\0").decode() == f"bucket {number}"
+
+
+def test_messages_of_two_threads_keep_their_own_places():
+    journal, entered = Journal(), threading.Barrier(2)
+
+    def send(name: str) -> None:
+        with journal.message(name, 1):
+            entered.wait(10)
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rows = [MESSAGE.unpack_from(journal.memory, RING + k * MESSAGE.size) for k in range(2)]
+    assert {row[-1].rstrip(b"\0") for row in rows} == {b"a", b"b"}
+    assert all(end >= begin > 0 for _, _, begin, end, _, _ in rows)
+
+
+class Later:
+    """An array that is on its way."""
+
+    ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+def test_a_step_that_was_launched_lasts_until_its_result_is_there():
+    journal, result = Journal(), Later()
+    with journal.step(1):
+        journal.launched(result)
+    journal.live()
+    assert head(journal)["together"]
+    result.ready = True
+    journal.live()
+    assert not head(journal)["together"] and text(journal, DOING) == "between steps"
+
+
+def test_a_sign_of_life_tells_what_the_watchers_found():
+    journal = Journal()
+    assert not journal.live().end
+    VERDICT.pack_into(journal.memory, ENDING, True, b"rank 1 died")
+    assert journal.live() == (True, "rank 1 died")
+    assert head(journal)["life"] == 2
+
+
+def test_long_names_are_cut_and_nothing_else_is_written_over():
+    journal = Journal()
+    journal.say("ü" * 100)
+    assert struct.unpack_from("<Q", journal.memory, SENDING) == (0,)

@@ -1,0 +1,188 @@
+"""Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import case, launch, written
+
+from fddp.runtime.verdicts import AFTER_S, PATIENCE, Verdict, judge
+
+### What the watchers conclude
+
+GOING = {
+    "steps": 52,
+    "calls": 55,
+    "messages": 104,
+    "doing": "between steps",
+    "sending": "",
+    "still": 0.1,
+    "lifeless": 0.2,
+    "typical": 0.01,
+    "together": False,
+    "stopped": False,
+    "gone": None,
+    "done": False,
+    "heard": 100.0,
+}
+NOW = 100.0
+
+
+def rank(number: int, **told: Any) -> dict[str, Any]:
+    return GOING | {"rank": number} | told
+
+
+def waiting(number: int, still: float) -> dict[str, Any]:
+    there = {"steps": 53, "calls": 56, "messages": 105, "doing": "update 1", "sending": "bucket 2"}
+    return rank(number, together=True, still=still, **there)
+
+
+def conclude(*ranks: dict[str, Any], stall_s: float | None = 10.0, now: float = NOW) -> Verdict | None:
+    return judge({one["rank"]: one for one in ranks}, now, stall_s)
+
+
+def test_ranks_that_move_or_are_all_between_steps_are_well():
+    assert conclude(waiting(0, 0.5), waiting(1, 0.1)) is None
+    assert conclude(rank(0, still=1e6), rank(1, still=1e6)) is None  # both evaluate
+    assert conclude(waiting(0, 1e6), rank(1, still=9.0)) is None  # not for so long
+
+
+def test_the_first_step_may_take_any_time():
+    assert conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6)) is None
+
+
+def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
+    verdict = conclude(waiting(0, 11.0), rank(1, still=11.0))
+    assert verdict is not None and not verdict.end
+    assert verdict.words.startswith(
+        "nothing has moved for 10 s: rank 1 is between steps 52 and 53; rank 0 waits in step 53 for bucket 2. If this "
+        "goes on for 100 s all ranks end; call fddp.alive()"
+    )
+    late = PATIENCE * 10.0 + 1
+    ended = conclude(waiting(0, late), rank(1, still=late))
+    assert ended is not None and ended.end and "for 100 s" in ended.words
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"stopped": True, "lifeless": 11.0}, "rank 1 is stopped between steps 52 and 53"),
+        ({"lifeless": 11.0}, "rank 1 does not run Python between steps 52 and 53 (a debugger"),
+        ({"heard": 89.0}, "rank 1 has not been heard of, between steps 52 and 53 (its host, or the network)"),
+    ],
+)
+def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str, Any], words: str):
+    first, second = (conclude(waiting(0, still), rank(1, still=still, **told)) for still in (11.0, 21.0))
+    assert first is not None and second is not None
+    assert words in first.words and words in second.words
+    assert (first.end, second.end) == (False, True)
+
+
+def test_without_a_number_a_stall_is_30_seconds_or_ten_steps():
+    late = lambda still, typical: conclude(  # noqa: E731
+        waiting(0, still) | {"typical": typical}, rank(1, still=still), stall_s=None
+    )
+    assert late(29.0, 0.01) is None and late(31.0, 0.01) is not None
+    assert late(59.0, 6.0) is None and late(61.0, 6.0) is not None
+
+
+def test_a_message_in_which_all_ranks_wait_is_told():
+    verdict = conclude(waiting(0, 21.0), waiting(1, 21.0))
+    assert verdict is not None and verdict.end
+    assert "rank 0 is in step 53 for bucket 2; rank 1 is in step 53 for bucket 2" in verdict.words
+
+
+def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
+    then = time.time() - 2 * AFTER_S
+    verdict = conclude(rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1"))
+    assert verdict == Verdict("rank 1 died in step 53, stage 1", True)
+    assert conclude(rank(0), rank(1, gone=time.time())) is None  # who else died is not known yet
+
+
+def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
+    verdict = conclude(waiting(0, 0.5), rank(1, doing="finished", done=True))
+    assert verdict == Verdict(
+        "rank 1 finished after 52 steps, and rank 0 waits in step 53 for bucket 2: give each rank equally many "
+        "batches, or use fddp.join",
+        True,
+    )
+    assert (
+        conclude(waiting(0, 0.5), rank(1, doing="finished", done=True, steps=53, calls=56)) is None
+    )  # it took part in that step
+
+
+### Real ranks
+
+TOLD_S = AFTER_S + 0.5  # after a death
+on_three_ranks = pytest.mark.parametrize("backend, size", [case(("mpi", 3)), case(("gloo", 2))])
+
+
+def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "staged") -> tuple[str, list[str]]:
+    """What all ranks of a job wrote that ends badly, and the lines of it in which they say why."""
+    outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, timeout_s=60)
+    assert outcome.ended and outcome.codes[0] != 0
+    time.sleep(TOLD_S)
+    text = "\n".join(written(folder, size))
+    print(text)
+    return text, re.findall(r"^fddp: (.*)$", text, re.MULTILINE)
+
+
+@on_three_ranks
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str, size: int, how: str, tmp_path: Path):
+    text, lines = broken(tmp_path, backend, size, how)
+    last = size - 1
+    assert f"rank 0 of {size}: rank {last} died between steps 20 and 21." in lines
+    assert not any(f"rank {other} died" in line for line in lines for other in range(last))
+    assert "Traceback" not in text
+
+
+@on_three_ranks
+@pytest.mark.parametrize(("how", "says"), [("stop", "is stopped"), ("hold", "does not run Python")])
+def test_a_rank_that_is_stuck_is_named_and_ended(backend: str, size: int, how: str, says: str, tmp_path: Path):
+    text, lines = broken(tmp_path, backend, size, how)
+    told = rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 and 21"
+    told += r".*wait.* in step 21 for bucket 0 \(b\)"
+    assert any(re.match(told, line) for line in lines)
+    assert any(re.match(told.replace("for 2 s", "for 4 s"), line) for line in lines)
+    assert "Traceback" not in text
+
+
+@on_three_ranks
+@pytest.mark.parametrize("schedule", ["staged", "fused"])
+def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, schedule: str, tmp_path: Path):
+    _, lines = broken(tmp_path, backend, size, "early", schedule)
+    (line,) = [line for line in lines if line.startswith("rank 0")]
+    assert f"rank {size - 1} finished after 20 steps, and rank 0 waits in step 21" in line
+    assert line.endswith("give each rank equally many batches, or use fddp.join.")
+
+
+@on_three_ranks
+@pytest.mark.parametrize("how", ["raise_exit", "at_once"])
+def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int, how: str, tmp_path: Path):
+    """Also before its first step, when the others compare themselves with it."""
+    _, lines = broken(tmp_path, backend, size, how)
+    steps = 20 if how == "raise_exit" else 0
+    assert any(line.startswith(f"rank 0 of {size}: rank {size - 1} finished after {steps} steps") for line in lines)
+
+
+@pytest.mark.ranks
+def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
+    _, lines = broken(tmp_path, "gloo", 2, "spin")
+    assert any("rank 1 is between steps 20 and 21; rank 0 waits in step 21" in line for line in lines)
+    assert any("nothing has moved for 20 s" in line for line in lines)
+
+
+@pytest.mark.ranks
+def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
+    text, _ = broken(tmp_path, "gloo", 2, "kill_0")
+    assert text.splitlines()[-1] == "fddp: rank 1 of 2: rank 0 died between steps 20 and 21."
+
+
+@on_three_ranks
+def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_path: Path):
+    outcome = launch(backend, size, "faults.py", "pause", "staged", folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    assert outcome.outputs == ("trained 200\n",) * size

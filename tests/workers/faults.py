@@ -1,0 +1,59 @@
+"""Scripts in which the last rank is broken after a few steps, while the others train on: `faults.py HOW SCHEDULE`."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+
+STALL_S = 2.0
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+HOW: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(0),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
+    "spin": spin,
+    "pause": lambda: time.sleep(0.75 * STALL_S),
+}
+
+
+def main(how: str, schedule: str) -> None:
+    group = fddp.init(stall_s=STALL_S)
+    broken = group.rank == (0 if how.endswith("_0") else group.size - 1)
+    how = how.removesuffix("_0")
+    if broken and how == "at_once":
+        raise SystemExit(3)
+    step = fddp.train_step(
+        lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2), optax.sgd(0.1), schedule=schedule, bucket_cap_mb=0
+    )
+    state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
+    for number in range(200 if how in ("early", "pause") else 100_000):
+        if broken and number == 20:
+            if how == "early":
+                break
+            if how == "raise_exit":
+                raise SystemExit(3)
+            HOW[how]()
+        state, info = step(state, np.ones((4, 4), np.float32))
+        float(info.loss)
+    if how == "pause":
+        print(f"trained {int(state.step)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
