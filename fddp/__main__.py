@@ -14,6 +14,7 @@ import optax
 import fddp
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.doctor import examine
+from fddp.analysis.flight import read_flights, told
 from fddp.analysis.tuning.search import tune_model
 from fddp.analysis.workload import read_model, read_workload
 
@@ -34,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fddp {version('fddp')}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add in (add_plan, add_audit, add_measure, add_tune, add_doctor):
+    for add in (add_plan, add_audit, add_measure, add_tune, add_flight, add_doctor):
         add(commands)
     chosen = parser.parse_args(words)
     # These run nothing on a device, and a GPU that others use is left alone.
@@ -130,6 +131,20 @@ def run_tune(chosen: argparse.Namespace) -> int:
     tuning = tune_model(*read_model(chosen.model), chosen.rows, group=group)
     if group.rank == 0:
         print(tuning)
+    return 0
+
+
+### flight: what the ranks of a job that ended sent last
+
+
+def add_flight(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("flight", help="say where the ranks of a job that ended first differ")
+    parser.add_argument("records", nargs="+", help="the folder that the job named, or its files rank_*.json")
+    parser.set_defaults(run=run_flight)
+
+
+def run_flight(chosen: argparse.Namespace) -> int:
+    print(told(read_flights(chosen.records)))
     return 0
 
 

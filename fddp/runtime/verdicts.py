@@ -5,7 +5,6 @@ Pure functions of the standard library alone: a watcher shares nothing with its 
 Source: the stall check of Horovod; PyTorch's monitored barrier.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,23 +35,22 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
       The verdict, or None if all is well.
     """
     going = {rank: one for rank, one in reports.items() if not one["done"]}
+    failed = [one for one in reports.values() if one["doing"] == "failed"]
     dead = [one for one in going.values() if one["gone"]]
     if dead:
         first = min(dead, key=lambda one: one["gone"])
-        known = time.time() > first["gone"] + AFTER_S
-        return Verdict(f"rank {first['rank']} died {where(first)}", True) if known else None
+        # Who fails ends the others, by means of its own.
+        words = f"rank {failed[0]['rank']} failed" if failed else f"rank {first['rank']} died {where(first)}"
+        return Verdict(words, True) if now > first["gone"] + AFTER_S else None
     waiting = [one for one in going.values() if one["together"]]
-    early = [
-        (one, other)
-        for one in reports.values()
-        for other in waiting
-        if one["doing"] == "finished" and one["calls"] < other["calls"]
-    ]
+    left = [one for one in reports.values() if one["doing"] == "finished" or (one in failed and one["gone"])]
+    early = [(one, other) for one in left for other in waiting if one["calls"] < other["calls"]]
     if early:
         one, other = early[0]
-        words = f"rank {one['rank']} finished after {one['steps']} steps, and rank {other['rank']} waits {where(other)}"
-        advice = ": give each rank equally many batches, or use fddp.join" * (other["steps"] > one["steps"])
-        return Verdict(words + advice, True)
+        how = f"{one['doing']} after {one['steps']} steps"
+        shorter = one not in failed and one["steps"] < other["steps"]
+        advice = ": give each rank equally many batches, or use fddp.join" * shorter
+        return Verdict(f"rank {one['rank']} {how}, and rank {other['rank']} waits {where(other)}{advice}", True)
     return stalled(going, now, stall_s)
 
 

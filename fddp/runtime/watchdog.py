@@ -5,7 +5,6 @@ other watchers; a thread of the rank shows that its interpreter runs.
 """
 
 import atexit
-import fcntl
 import json
 import os
 import secrets
@@ -23,7 +22,20 @@ from typing import Any
 import numpy as np
 
 from fddp.comm import Group, Journal
-from fddp.comm.journal import DOING, ENDING, FAILED, FINISHED, HEAD, SENDING, SIZE, TEXT, VERDICT
+from fddp.comm.journal import (
+    DOING,
+    ENDING,
+    FAILED,
+    FINISHED,
+    HEAD,
+    MESSAGE,
+    MESSAGES,
+    RING,
+    SENDING,
+    SIZE,
+    TEXT,
+    VERDICT,
+)
 from fddp.runtime.abort import leave
 
 PORT = SIZE  # where the watcher of rank 0 says at which port it listens
@@ -31,6 +43,7 @@ BYTES = SIZE + 8
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
 GRACE_S = 1.5
+TOLD = 4096  # bytes in which rank 0 tells the others of its watcher
 SIOCGIFADDR = 0x8915
 # Both modules stand alone: to import them as fddp's would load JAX.
 WATCHER = """
@@ -63,25 +76,28 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
     Returns:
       The group.
     """
-    if group.processes == 1:
+    if group.processes == 1 or os.name != "posix":
         return group
     journal, rank = group.journal, group.rank
     keys = group.hosts.all_gather(_host_key())
     alone = bool(np.all(keys == keys[0]))
     memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
     places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "done": (FINISHED, FAILED)}
+    ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
     times = {"stall_s": stall_s, "grace_s": GRACE_S}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
-    job = own | memory | places | times
+    job = own | memory | places | ring | times
     if rank == 0:
         token = secrets.token_hex(16)
-        _start(job | {"token": token})
+        flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))
+        told = {"token": token, "flight": flight}
+        _start(job | told)
         port = _port(journal)
         hosts = ["127.0.0.1"] if alone else _own_addresses()
-        told = json.dumps({"token": token, "addresses": [(host, port) for host in hosts]})
-        group.hosts.broadcast(np.frombuffer(told.encode().ljust(1024), np.uint8), 0)
+        told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode().ljust(TOLD)
+        group.hosts.broadcast(np.frombuffer(told, np.uint8), 0)
     else:
-        told = group.hosts.broadcast(np.zeros(1024, np.uint8), 0).tobytes()
+        told = group.hosts.broadcast(np.zeros(TOLD, np.uint8), 0).tobytes()
         _start(job | json.loads(told))
     atexit.register(journal.say, FINISHED)
     threading.Thread(target=_live, args=(journal,), name="fddp-life", daemon=True).start()
@@ -133,6 +149,8 @@ def _host_key() -> np.ndarray:
 
 def _own_addresses() -> list[str]:
     """Where other hosts may reach this one, those of its network devices."""
+    import fcntl  # of POSIX alone
+
     found = list[str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
       judge: of `verdicts.py`.
       judge_alone: likewise.
     """
+    # Who ends a job signals all that belongs to it, and the last word is the watchers'.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     memory, rank = mmap(job["memory"], job["bytes"]), job["rank"]
     read, died = reader(memory, job), death(job["parent"])
     door, links = meet(memory, job)
@@ -51,7 +55,8 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
             if "words" in line:
                 verdicts.append(line)
             elif "rank" in line:
-                reports[line["rank"]] = line | {"heard": now}
+                gone = None if line["gone"] is None else now - line["gone"]
+                reports[line["rank"]] = line | {"heard": now, "gone": gone}
         own = reports[rank] = read() | {"gone": died(), "heard": now}
         ears = ears[: bool(door)] if own["gone"] else ears
         all_here = len(reports) == job["size"] or now > born + LAST_S
@@ -63,21 +68,31 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
         news = own["gone"] and not before
         # Not to every line an answer, or the watchers would do nothing else.
         if news or now > sent + EVERY_S:
-            send(links, own if rank else {"hub": True})
+            # Hosts have clocks of their own: how long ago is the same on all.
+            ago = None if own["gone"] is None else now - own["gone"]
+            send(links, own | {"gone": ago} if rank else {"hub": True})
             sent, before = now, own["gone"]
         for verdict in [] if rank else verdicts:
             send(links, verdict)
         for verdict in verdicts:
             if not own["done"] and verdict["words"] != said:
                 said = verdict["words"]
-                print(f"fddp: rank {rank} of {job['size']}: {said}.", file=sys.stderr, flush=True)
+                say(f"rank {rank} of {job['size']}: {said}.")
             if verdict["end"]:
                 # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.
                 wait_for_others({} if rank else links, 2 * job["grace_s"])
-                return end(memory, job, said, died)
-        over = own["gone"] and (own["done"] or time.time() > own["gone"] + LAST_S)
+                if rank == 0:
+                    say(f"`python -m fddp flight {job['flight']}` tells what each rank sent last.")
+                return end(memory, job, own, said, died)
+        over = own["gone"] and (own["done"] or now > own["gone"] + LAST_S)
         if over and (rank or not links):
             return None
+
+
+def say(text: str) -> None:
+    """Writes a line to the rank's stderr, if somebody still reads there."""
+    with suppress(OSError):
+        print(f"fddp: {text}", file=sys.stderr, flush=True)
 
 
 ### The rank
@@ -129,7 +144,7 @@ def death(parent: int) -> Callable[[], float | None]:
     def died() -> float | None:
         nonlocal at
         if at is None and os.getppid() != parent:
-            at = time.time()
+            at = time.monotonic()
         return at
 
     return died
@@ -143,14 +158,40 @@ def pidfd(process: int) -> list[int]:
         return []
 
 
-def end(memory: mmap, job: Mapping[str, Any], words: str, died: Callable[[], float | None]) -> None:
-    """Ends the rank: it is asked to, and killed if it does not hear."""
+def end(
+    memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str, died: Callable[[], float | None]
+) -> None:
+    """Ends the rank: it is asked to, and killed if it does not hear; writes down what it sent last."""
+    record(memory, job, own, words)
     struct.pack_into(job["verdict"], memory, job["ending"], True, words.encode()[:511])
     until = time.monotonic() + job["grace_s"]
     while not died() and time.monotonic() < until:
         time.sleep(0.05)
     if not died():
         os.kill(job["parent"], signal.SIGKILL)
+
+
+def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str) -> None:
+    """Writes the last messages of the rank to a file, for `python -m fddp flight`."""
+    layout, now = struct.Struct(job["message"]), time.monotonic()
+    rows = [layout.unpack_from(memory, job["ring"] + k * layout.size) for k in range(job["messages"])]
+    sent = [
+        {
+            "number": number,
+            "step": step,
+            "name": name.rstrip(b"\0").decode(errors="replace"),
+            "nbytes": nbytes,
+            "began_s": begin - now,
+            "took_s": stop - begin if stop else None,
+        }
+        for number, step, begin, stop, nbytes, name in sorted(rows)
+        if begin
+    ]
+    told = {"rank": job["rank"], "size": job["size"], "why": words, "steps": own["steps"], "doing": own["doing"]}
+    with suppress(OSError):
+        folder = Path(job["flight"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{job['rank']}.json").write_text(json.dumps(told | {"messages": sent}, indent=1))
 
 
 ### The other watchers
@@ -171,7 +212,7 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
             return None, {link: bytearray()}
         except OSError:
             continue
-    print(f"fddp: rank {job['rank']} reaches no watcher at {job['addresses']}.", file=sys.stderr, flush=True)
+    say(f"rank {job['rank']} of {job['size']} reaches no watcher at {job['addresses']}.")
     return None, {}
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from processes import case, launch, written
 
+from fddp.analysis.flight import read_flights
+from fddp.analysis.flight import told as flight
 from fddp.runtime.verdicts import AFTER_S, PATIENCE, Verdict, judge
 
 ### What the watchers conclude
@@ -95,10 +97,22 @@ def test_a_message_in_which_all_ranks_wait_is_told():
 
 
 def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
-    then = time.time() - 2 * AFTER_S
+    then = NOW - 2 * AFTER_S
     verdict = conclude(rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1"))
     assert verdict == Verdict("rank 1 died in step 53, stage 1", True)
-    assert conclude(rank(0), rank(1, gone=time.time())) is None  # who else died is not known yet
+    assert conclude(rank(0), rank(1, gone=NOW)) is None  # who else died is not known yet
+
+
+def test_who_dies_because_another_failed_is_not_the_cause():
+    then = NOW - 2 * AFTER_S
+    verdict = conclude(rank(0, gone=then), rank(1, doing="failed", done=True, gone=then + 0.1))
+    assert verdict == Verdict("rank 1 failed", True)
+
+
+def test_a_rank_that_failed_and_is_gone_does_not_keep_the_others_waiting():
+    assert conclude(waiting(0, 0.5), rank(1, doing="failed", done=True)) is None  # it still tells why
+    verdict = conclude(waiting(0, 0.5), rank(1, doing="failed", done=True, gone=NOW))
+    assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 waits in step 53 for bucket 2", True)
 
 
 def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
@@ -116,12 +130,23 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
 ### Real ranks
 
 TOLD_S = AFTER_S + 0.5  # after a death
-on_three_ranks = pytest.mark.parametrize("backend, size", [case(("mpi", 3)), case(("gloo", 2))])
+
+
+def on_ranks(names: str, *chosen: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Each fault on one backend by default, on the other one in the tier `slow`."""
+    other = {"mpi": ("gloo", 2), "gloo": ("mpi", 3)}
+    quick = [case(job, *rest) for job, *rest in chosen]
+    slow = [pytest.param(*other[job[0]], *rest, marks=[pytest.mark.ranks, pytest.mark.slow]) for job, *rest in chosen]
+    return pytest.mark.parametrize(names, [*quick, *slow])
+
+
+MPI, GLOO = ("mpi", 3), ("gloo", 2)
 
 
 def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "staged") -> tuple[str, list[str]]:
     """What all ranks of a job wrote that ends badly, and the lines of it in which they say why."""
-    outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, timeout_s=60)
+    records = str(folder / "flight")
+    outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, timeout_s=60, FDDP_FLIGHT_DIR=records)
     assert outcome.ended and outcome.codes[0] != 0
     time.sleep(TOLD_S)
     text = "\n".join(written(folder, size))
@@ -129,8 +154,7 @@ def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "sta
     return text, re.findall(r"^fddp: (.*)$", text, re.MULTILINE)
 
 
-@on_three_ranks
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@on_ranks("backend, size, how", (GLOO, "kill"), (MPI, "exit"))
 def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str, size: int, how: str, tmp_path: Path):
     text, lines = broken(tmp_path, backend, size, how)
     last = size - 1
@@ -139,19 +163,20 @@ def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str
     assert "Traceback" not in text
 
 
-@on_three_ranks
-@pytest.mark.parametrize(("how", "says"), [("stop", "is stopped"), ("hold", "does not run Python")])
+@on_ranks("backend, size, how, says", (MPI, "stop", "is stopped"), (GLOO, "hold", "does not run Python"))
 def test_a_rank_that_is_stuck_is_named_and_ended(backend: str, size: int, how: str, says: str, tmp_path: Path):
     text, lines = broken(tmp_path, backend, size, how)
     told = rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 and 21"
     told += r".*wait.* in step 21 for bucket 0 \(b\)"
     assert any(re.match(told, line) for line in lines)
     assert any(re.match(told.replace("for 2 s", "for 4 s"), line) for line in lines)
+    assert f"first difference, in message 40: rank 0 bucket 0 (b), 24 bytes; rank {size - 1} not sent" in flight(
+        read_flights([tmp_path / "flight"])
+    ).replace("; rank 1 bucket 0 (b), 24 bytes" * (size == 3), "")
     assert "Traceback" not in text
 
 
-@on_three_ranks
-@pytest.mark.parametrize("schedule", ["staged", "fused"])
+@on_ranks("backend, size, schedule", (MPI, "staged"), (GLOO, "fused"))
 def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, schedule: str, tmp_path: Path):
     _, lines = broken(tmp_path, backend, size, "early", schedule)
     (line,) = [line for line in lines if line.startswith("rank 0")]
@@ -159,8 +184,7 @@ def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, sche
     assert line.endswith("give each rank equally many batches, or use fddp.join.")
 
 
-@on_three_ranks
-@pytest.mark.parametrize("how", ["raise_exit", "at_once"])
+@on_ranks("backend, size, how", (GLOO, "raise_exit"), (MPI, "at_once"))
 def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int, how: str, tmp_path: Path):
     """Also before its first step, when the others compare themselves with it."""
     _, lines = broken(tmp_path, backend, size, how)
@@ -169,6 +193,7 @@ def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int,
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
     _, lines = broken(tmp_path, "gloo", 2, "spin")
     assert any("rank 1 is between steps 20 and 21; rank 0 waits in step 21" in line for line in lines)
@@ -181,7 +206,7 @@ def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
     assert text.splitlines()[-1] == "fddp: rank 1 of 2: rank 0 died between steps 20 and 21."
 
 
-@on_three_ranks
+@on_ranks("backend, size", (MPI,))
 def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_path: Path):
     outcome = launch(backend, size, "faults.py", "pause", "staged", folder=tmp_path, timeout_s=60)
     assert outcome.succeeded

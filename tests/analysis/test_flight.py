@@ -1,0 +1,61 @@
+"""Claims about the records of a job that ended: `python -m fddp flight`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fddp.analysis.flight import read_flights, told
+
+
+def message(number: int, name: str = "bucket 0", nbytes: int = 8, took_s: float | None = 0.001) -> dict[str, Any]:
+    return {"number": number, "step": 3, "name": name, "nbytes": nbytes, "began_s": -1.0, "took_s": took_s}
+
+
+def record(rank: int, *messages: dict[str, Any], size: int = 2) -> dict[str, Any]:
+    return {"rank": rank, "size": size, "why": "rank 1 died", "steps": 3, "doing": "step", "messages": list(messages)}
+
+
+def last_line(*records: dict[str, Any]) -> str:
+    return told(records).splitlines()[-1]
+
+
+def test_the_first_message_that_ranks_sent_differently_is_named():
+    same = [message(number) for number in range(5)]
+    for other in (message(5, name="tail"), message(5, nbytes=16)):
+        said = last_line(record(0, *same, message(5), message(6)), record(1, *same, other, message(6)))
+        assert said.startswith("first difference, in message 5: rank 0 bucket 0, 8 bytes; rank 1 ")
+
+
+def test_a_message_that_one_rank_never_sent_is_the_difference():
+    said = last_line(record(0, message(0), message(1, took_s=None)), record(1, message(0)))
+    assert said == "first difference, in message 1: rank 0 bucket 0, 8 bytes; rank 1 not sent"
+
+
+def test_a_message_that_did_not_come_back_is_named():
+    said = last_line(record(0, message(7, took_s=None)), record(1, message(7, took_s=None)))
+    assert said == "message 7, bucket 0, 8 bytes, did not come back on rank 0, 1"
+
+
+def test_what_only_some_still_remember_is_no_difference():
+    assert last_line(record(0, message(3), message(4)), record(1, message(4))) == (
+        "no difference among the messages that are kept"
+    )
+
+
+def test_a_rank_without_a_record_is_named():
+    assert "no record of rank 1" in told([record(0, message(0))])
+
+
+def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
+    for rank in (1, 0):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record(rank)))
+    assert [one["rank"] for one in read_flights([tmp_path])] == [0, 1]
+    with pytest.raises(ValueError, match="no record"):
+        read_flights([tmp_path / "rank_0.json", tmp_path.parent / "nothing.json"])
+    (tmp_path / "rank_2.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"rank_2.json is no record of a rank"):
+        read_flights([tmp_path])
+    with pytest.raises(ValueError, match="no record"):
+        read_flights([])
