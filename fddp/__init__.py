@@ -37,6 +37,7 @@ from fddp.optim import dynamic_scale as dynamic_scale
 from fddp.runtime import alive as alive
 from fddp.runtime import gpu_compiler as gpu_compiler
 from fddp.runtime import init as init
+from fddp.runtime import preempted as preempted
 from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 MESSAGES = 64  # that are kept
+WAIT_S = 0.01
 BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
 
 # Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
@@ -24,8 +25,12 @@ HEAD = struct.Struct("<QQQQdd?")
 TEXT = struct.Struct("<120s")  # what it does, and what it sends
 MESSAGE = struct.Struct("<QQddQ120s")  # number, step, begin, end, bytes, name
 VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
+# What ranks agree on when one was told to end soon. This one writes whether it was, how often it has asked, the seconds
+# between, and the question that it agrees to, negative if it has passed that; its watcher writes the question that is
+# proposed, and whether all have agreed.
+STOP = struct.Struct("<?qdqq?")
 
-DOING, SENDING, ENDING, RING = 64, 192, 320, 1024
+DOING, SENDING, ENDING, STOPPING, RING = 64, 192, 320, 896, 1024
 SIZE = RING + MESSAGES * MESSAGE.size
 
 
@@ -51,6 +56,7 @@ class Journal:
         self._began, self._between, self._typical = 0.0, deque[float](maxlen=100), 0.0
         self._life = self._steps = self._calls = self._messages = 0
         self._inside = self._together = False
+        self._asked, self._asked_at = 0, time.monotonic()
         self.say(BETWEEN)
 
     @contextmanager
@@ -117,6 +123,28 @@ class Journal:
             struct.pack_into("<Q", self.memory, 0, self._life)
             self._look()
         return self.verdict()
+
+    def ask_to_stop(self) -> None:
+        """Notes that this process is to end soon; the handler of a signal may call it."""
+        struct.pack_into("<?", self.memory, STOPPING, True)
+
+    def stops(self) -> bool:
+        """Whether all ranks stop now: the same on all that ask equally often.
+
+        A question is proposed that no rank has reached, as far as the watchers know, and counts once all have agreed.
+        Who has come to it waits for that; who was already past it says so, and another is proposed.
+        """
+        now, self._asked, before = time.monotonic(), self._asked + 1, self._asked_at
+        self._asked_at = now
+        while True:
+            told, *_, proposed, settled = STOP.unpack_from(self.memory, STOPPING)
+            if self.processes == 1:
+                return told
+            agreed = proposed if self._asked <= proposed else -proposed
+            struct.pack_into("<qdq", self.memory, STOPPING + 1, self._asked, now - before, agreed)
+            if self._asked != proposed or settled:
+                return self._asked == proposed
+            time.sleep(WAIT_S)
 
     def verdict(self) -> Verdict:
         """What the watchers have found so far."""

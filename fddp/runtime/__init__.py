@@ -7,6 +7,7 @@ comm.
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.launchers import missing_srun as missing_srun
 from fddp.runtime.launchers import read_launch as read_launch
-from fddp.runtime.world import alive as alive
+from fddp.runtime.loop import alive as alive
+from fddp.runtime.loop import preempted as preempted
 from fddp.runtime.world import group_of as group_of
 from fddp.runtime.world import init as init

@@ -33,6 +33,7 @@ from fddp.comm.journal import (
     RING,
     SENDING,
     SIZE,
+    STOPPING,
     TEXT,
     VERDICT,
 )
@@ -82,11 +83,12 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
     keys = group.hosts.all_gather(_host_key())
     alone = bool(np.all(keys == keys[0]))
     memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
-    places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "done": (FINISHED, FAILED)}
+    places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "stopping": STOPPING}
     ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
+    done = {"done": (FINISHED, FAILED)}
     times = {"stall_s": stall_s, "grace_s": GRACE_S}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
-    job = own | memory | places | ring | times
+    job = own | memory | places | ring | done | times
     if rank == 0:
         token = secrets.token_hex(16)
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 EVERY_S = 0.25
+STOP_S, LEAST_S = 1.5, 1e-3  # so long until all have heard where they are to stop, if a step takes no less than this
 LAST_S = 5.0  # so long the watcher of a rank that died waits for what the others' say of it
 MOST = 1 << 16  # bytes of a line
 
@@ -45,6 +46,7 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
     reports: dict[int, dict[str, Any]] = {}
     said, before, sent = "", None, 0.0
     heard = born = time.monotonic()
+    stop = Stop(0, False)
     while True:
         ready, _, _ = select.select([*ears, *links], [], [], EVERY_S)
         if door and door in ready:
@@ -54,6 +56,8 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
             heard = now
             if "words" in line:
                 verdicts.append(line)
+            elif "step" in line:
+                stop = Stop(line["step"], line["settled"])
             elif "rank" in line:
                 gone = None if line["gone"] is None else now - line["gone"]
                 reports[line["rank"]] = line | {"heard": now, "gone": gone}
@@ -64,13 +68,15 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
             found = judge_alone(own, heard, now, job["stall_s"])
         else:
             found = judge(reports, now, job["stall_s"]) if all_here else None
+            stop = stop_of(reports, stop)
+        struct.pack_into("<q?", memory, job["stopping"] + 25, *stop)
         verdicts += [found._asdict()] if found else []
         news = own["gone"] and not before
         # Not to every line an answer, or the watchers would do nothing else.
         if news or now > sent + EVERY_S:
             # Hosts have clocks of their own: how long ago is the same on all.
             ago = None if own["gone"] is None else now - own["gone"]
-            send(links, own | {"gone": ago} if rank else {"hub": True})
+            send(links, own | {"gone": ago} if rank else stop._asdict())
             sent, before = now, own["gone"]
         for verdict in [] if rank else verdicts:
             send(links, verdict)
@@ -87,6 +93,27 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
         over = own["gone"] and (own["done"] or now > own["gone"] + LAST_S)
         if over and (rank or not links):
             return None
+
+
+class Stop(NamedTuple):
+    """After which step all ranks stop: 0 if nobody was told to; and whether all have agreed."""
+
+    step: int
+    settled: bool
+
+
+def stop_of(reports: Mapping[int, Mapping[str, Any]], stop: Stop) -> Stop:
+    """What the watchers propose, from what the ranks have answered to the last proposal."""
+    going = [one for one in reports.values() if not one["done"]]
+    if stop.settled or not any(one["told"] for one in going):
+        return stop
+    if stop.step and all(one["agreed"] == stop.step for one in going):
+        return Stop(stop.step, True)
+    if stop.step and not any(one["agreed"] == -stop.step for one in going):
+        return stop
+    # No rank is to reach it before all have heard of it.
+    ahead = max(STOP_S / max(one["between_s"], LEAST_S) for one in going)
+    return Stop(max(one["asks"] for one in going) + 1 + int(ahead), False)
 
 
 def say(text: str) -> None:
@@ -124,6 +151,8 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
             "done": text(job["doing"]) in job["done"],
             "sending": text(job["sending"]),
             "stopped": stopped(job["parent"]),
+            "told": bool(memory[job["stopping"]]),
+            **dict(zip(("asks", "between_s", "agreed"), struct.unpack_from("<qdq", memory, job["stopping"] + 1))),
         }
 
     return read

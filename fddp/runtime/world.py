@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from fddp.comm import BETWEEN, Group, mesh_group, mpi_group, poll, replica_mesh
+from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.launchers import Launch, missing_srun, read_launch
@@ -79,17 +79,6 @@ def init(
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
         _started.append((request, _start(backend or _pick(launch), launch, timeout_s, stall_s)))
     return _started[0][1]
-
-
-def alive() -> None:
-    """Says that this rank lives and makes progress, in a long loop between steps: an evaluation, say.
-
-    Example:
-      >>> import fddp
-      >>> for batch in range(3):
-      ...     fddp.alive()
-    """
-    init().journal.say(BETWEEN)
 
 
 def group_of(call: str, group: Group | None) -> Group:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fddp.comm.journal import DOING, ENDING, HEAD, MESSAGE, MESSAGES, RING, SENDING, TEXT, VERDICT, Journal
+from fddp.comm.journal import DOING, ENDING, HEAD, MESSAGE, MESSAGES, RING, SENDING, STOPPING, TEXT, VERDICT, Journal
 
 
 def head(journal: Journal) -> dict[str, Any]:
@@ -106,3 +106,29 @@ def test_long_names_are_cut_and_nothing_else_is_written_over():
     journal = Journal()
     journal.say("ü" * 100)
     assert struct.unpack_from("<Q", journal.memory, SENDING) == (0,)
+
+
+def test_a_process_alone_stops_when_it_is_told_to():
+    journal = Journal()
+    assert not journal.stops()
+    journal.ask_to_stop()
+    assert journal.stops()
+
+
+def test_ranks_stop_at_the_question_that_all_agreed_to():
+    journal = Journal(processes=2)
+
+    def propose(question: int, settled: bool) -> None:
+        struct.pack_into("<q?", journal.memory, STOPPING + 25, question, settled)
+
+    def agreed() -> int:
+        return struct.unpack_from("<q", journal.memory, STOPPING + 17)[0]
+
+    assert not journal.stops()
+    propose(1, settled=False)  # too late: this is the second question
+    assert not journal.stops() and agreed() == -1
+    propose(4, settled=False)
+    assert not journal.stops() and agreed() == 4
+    threading.Timer(0.1, propose, (4, True)).start()
+    assert journal.stops()  # it has waited for the others
+    assert not journal.stops()

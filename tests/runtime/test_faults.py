@@ -11,6 +11,7 @@ from processes import case, launch, written
 from fddp.analysis.flight import read_flights
 from fddp.analysis.flight import told as flight
 from fddp.runtime.verdicts import AFTER_S, PATIENCE, Verdict, judge
+from fddp.runtime.watcher import STOP_S, Stop, stop_of
 
 ### What the watchers conclude
 
@@ -211,3 +212,38 @@ def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_
     outcome = launch(backend, size, "faults.py", "pause", "staged", folder=tmp_path, timeout_s=60)
     assert outcome.succeeded
     assert outcome.outputs == ("trained 200\n",) * size
+
+
+@on_ranks("backend, size", (MPI,), (GLOO,))
+def test_a_rank_that_is_preempted_stops_all_after_the_same_step(backend: str, size: int, tmp_path: Path):
+    outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    first, *others = outcome.outputs
+    assert re.fullmatch(r"saved \d+\n", first) and int(first.split()[1]) > 20
+    assert set(others) == {first}
+
+
+### Where all stop
+
+
+def going(asks: int, agreed: int = 0, *, told: bool = False, between_s: float = 0.1) -> dict[str, Any]:
+    return {"asks": asks, "agreed": agreed, "told": told, "between_s": between_s, "done": False}
+
+
+def test_nobody_stops_unless_a_rank_was_told_to():
+    assert stop_of({0: going(5), 1: going(6)}, Stop(0, False)) == Stop(0, False)
+
+
+def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_agree():
+    first = stop_of({0: going(5), 1: going(6, told=True)}, Stop(0, False))
+    assert first == Stop(6 + 1 + int(STOP_S / 0.1), False)
+    assert stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first  # one has not answered yet
+    both = {0: going(7, first.step), 1: going(8, first.step, told=True)}
+    assert stop_of(both, first) == Stop(first.step, True)
+    assert stop_of({}, Stop(first.step, True)) == Stop(first.step, True)
+
+
+def test_who_has_passed_a_question_gets_another():
+    late = {0: going(30, -22), 1: going(22, 22, told=True)}
+    again = stop_of(late, Stop(22, False))
+    assert again.step > 30 and not again.settled

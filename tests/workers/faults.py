@@ -28,6 +28,7 @@ HOW: dict[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
     "spin": spin,
+    "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "pause": lambda: time.sleep(0.75 * STALL_S),
 }
 
@@ -51,6 +52,9 @@ def main(how: str, schedule: str) -> None:
             HOW[how]()
         state, info = step(state, np.ones((4, 4), np.float32))
         float(info.loss)
+        if how == "preempt" and fddp.preempted():
+            print(f"saved {int(state.step)}")
+            break
     if how == "pause":
         print(f"trained {int(state.step)}")
 

@@ -1,0 +1,44 @@
+"""What a training loop tells the watchers, and asks them.
+
+Source: `reached_preemption_sync_point` in JAX's `multihost_utils`.
+"""
+
+import signal
+from typing import Any
+
+from fddp.comm import BETWEEN
+from fddp.runtime.world import init
+
+# What SIGTERM did before `preempted` took it over, once it has.
+_before: list[Any] = []
+
+
+def alive() -> None:
+    """Says that this rank lives and makes progress, in a long loop between steps: an evaluation, say.
+
+    Example:
+      >>> import fddp
+      >>> for batch in range(3):
+      ...     fddp.alive()
+    """
+    init().journal.say(BETWEEN)
+
+
+def preempted() -> bool:
+    """Whether all ranks stop here, because one of them was told to end: ask once after each step.
+
+    The first call takes SIGTERM over, which schedulers send some time before they end a job. All ranks get the same
+    answer: save the state then, and leave the loop.
+
+    Returns:
+      Whether this is the last step.
+
+    Example:
+      >>> import fddp
+      >>> fddp.preempted()
+      False
+    """
+    journal = init().journal
+    if not _before:
+        _before.append(signal.signal(signal.SIGTERM, lambda *_: journal.ask_to_stop()))
+    return journal.stops()
