@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 MESSAGES = 64  # that are kept
 WAIT_S = 0.01
 BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
+STEP, LAUNCHED = "step", "launched"  # before the first task of a step, when it may compile; and when it is XLA's
 
 # Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
 # begun; when the rank last moved; seconds that a step mostly takes; whether it is in a call of all ranks.
@@ -71,7 +72,7 @@ class Journal:
         if self._steps > 2:  # the first one compiles
             self._between.append(now - before)
             self._typical = median(self._between) if self._steps < 10 or self._steps % 10 == 0 else self._typical
-        with self._of("step", processes):
+        with self._of(STEP, processes):
             yield
 
     @contextmanager
@@ -106,6 +107,7 @@ class Journal:
           result: one of its arrays.
         """
         self._launched.append(result)
+        self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
         """Notes what the main thread begins."""
@@ -155,13 +157,13 @@ class Journal:
     def _of(self, doing: str, processes: int) -> Iterator[None]:
         self._inside, self._together = True, processes == self.processes
         self._calls += self._together
-        self.say(doing)
+        self.say(LAUNCHED if self._launched else doing)
         try:
             yield
         except BaseException:
             # The others did not see it, or failed as well.
             self._calls -= self._together
-            self._steps -= doing == "step"
+            self._steps -= doing == STEP
             raise
         finally:
             with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 AFTER_S = 0.5  # so much later all are known that died with the first
 SILENT_S = 5.0  # a rank without a sign of life for so long, or for a stall, does not run or cannot be reached
 LEAST_S, STEPS = 30.0, 10  # a stall is no shorter than this and than so many steps, unless the user says
-PATIENCE = 10  # a rank that lives and is in no step may be evaluating or compiling: it has so many times as long
+PATIENCE = 20  # a rank that lives and runs no task may be evaluating or compiling: it has so many times as long
 
 Report = Mapping[str, Any]
 
@@ -73,7 +73,8 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
     if others:
         ranks = ", ".join(str(one["rank"]) for one in others[:8])
         told.append(f"rank{'s' * (len(others) > 1)} {ranks} wait{'s' * (len(others) == 1)} {where(others[0])}")
-    busy = not lifeless and not any(one["together"] for one in behind)
+    # Before the first task of a step a rank may be compiling.
+    busy = not lifeless and all(not one["together"] or one["doing"] == "step" for one in behind)
     most = PATIENCE * limit if busy else 2 * limit
     words = f"nothing has moved for {limit:.0f} s: {'; '.join(told)}"
     if busy:

@@ -49,8 +49,8 @@ def init(
       coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
       timeout_s: seconds to wait for the other processes. After five of them each rank says whom it waits for.
       stall_s: seconds after which all ranks say who is stuck, if some wait in a step and none moves; after twice as
-        many all end. A rank that lives and is in no step (it evaluates, or waits for data) has ten times as many. None:
-        30, or ten steps if they take longer.
+        many all end. A rank that lives and evaluates, compiles or waits for data has twenty times as many. None: 30,
+        or ten steps if they take longer.
 
     Returns:
       The group.

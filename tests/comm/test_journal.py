@@ -88,7 +88,9 @@ def test_a_step_that_was_launched_lasts_until_its_result_is_there():
     with journal.step(1):
         journal.launched(result)
     journal.live()
-    assert head(journal)["together"]
+    assert head(journal)["together"] and text(journal, DOING) == "launched"
+    with journal.step(1):  # Python is a step ahead
+        assert text(journal, DOING) == "launched"
     result.ready = True
     journal.live()
     assert not head(journal)["together"] and text(journal, DOING) == "between steps"

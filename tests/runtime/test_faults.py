@@ -61,11 +61,19 @@ def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
     assert verdict is not None and not verdict.end
     assert verdict.words.startswith(
         "nothing has moved for 10 s: rank 1 is between steps 52 and 53; rank 0 waits in step 53 for bucket 2. If this "
-        "goes on for 100 s all ranks end; call fddp.alive()"
+        "goes on for 200 s all ranks end; call fddp.alive()"
     )
     late = PATIENCE * 10.0 + 1
     ended = conclude(waiting(0, late), rank(1, still=late))
-    assert ended is not None and ended.end and "for 100 s" in ended.words
+    assert ended is not None and ended.end and "for 200 s" in ended.words
+
+
+def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
+    compiles = waiting(1, 30.0) | {"doing": "step", "sending": "", "messages": 104}
+    verdict = conclude(waiting(0, 30.0), compiles)
+    assert verdict is not None and not verdict.end
+    launched = conclude(waiting(0, 30.0), compiles | {"doing": "launched"})
+    assert launched is not None and launched.end
 
 
 @pytest.mark.parametrize(
@@ -198,7 +206,7 @@ def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int,
 def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
     _, lines = broken(tmp_path, "gloo", 2, "spin")
     assert any("rank 1 is between steps 20 and 21; rank 0 waits in step 21" in line for line in lines)
-    assert any("nothing has moved for 20 s" in line for line in lines)
+    assert any("nothing has moved for 40 s" in line for line in lines)
 
 
 @pytest.mark.ranks
