@@ -28,8 +28,13 @@ class Reduction(NamedTuple):
     leaves: tuple[int, ...] | None = None
     """Places in the mask, with which the first message then begins; it is sent if a replica used one of them. None:
     always."""
-    carries: str = " (loss and metrics)"
+    carries: str = "loss and metrics"
     """What is in the message, for people."""
+
+    @property
+    def title(self) -> str:
+        """Name and contents."""
+        return f"{self.name} ({self.carries})" if self.carries else self.name
 
 
 PLAIN = Reduction()
@@ -56,7 +61,7 @@ def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None
         apply = None if hook is None else partial(_hooked, hook, forms)
         leaves = None if mask is None else tuple(place[i] for i in bucket.leaves)
         first, more = bucket.names[0], f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
-        return Reduction(message.name, apply, leaves, f" ({first}{more})" if first else "")
+        return Reduction(message.name, apply, leaves, f"{first}{more}")
 
     return tuple(map(of, plan.messages))
 

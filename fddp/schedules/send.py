@@ -58,7 +58,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
         else:
             group.recovery.sends()
-            with group.journal.message(reduction.name + reduction.carries, size * message.dtype.itemsize):
+            with group.journal.message(reduction.title, size * message.dtype.itemsize):
                 if reduction.apply is None:
                     total = transport.all_reduce(message)
                     sent = all_reduce_bytes(group.communicator, size, message.dtype)
