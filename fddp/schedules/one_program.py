@@ -51,7 +51,6 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
             group.recovery.sends()
             raise
         group.recovery.sends()
-        group.journal.launched(jax.tree.leaves(result)[-1])
         return jax.block_until_ready(result) if group.placement.shares_cores else result
 
     def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:

@@ -76,6 +76,8 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
     group = settled.replica.group
     with group.journal.step(group.processes), group.recovery.attempt():
         result, memory = settled.runner.run(*_arguments(settled, state), batch)
+        # Of the pair that a use returns the second is the smaller one.
+        group.journal.launched(jax.tree.leaves(result[1])[-1])
     hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
     return result, hook_state
 
