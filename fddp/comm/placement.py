@@ -67,6 +67,15 @@ def drop_replica_dim(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
+def of_one_replica(tree: Any, replicas: int) -> Any:
+    """The forms of what each of so many replicas has of arrays that hold them along dim 0."""
+
+    def form(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] // replicas, *x.shape[1:]) if x.shape else (), x.dtype)
+
+    return jax.tree.map(form, tree)
+
+
 def specs(placement: Placement, tree: Any) -> Any:
     """Where the parts of each array lie: a `PartitionSpec` over the other axes for each leaf."""
     return jax.tree.map(placement.spec, tree)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fddp.buckets import sub_byte
-from fddp.comm import REPLICATED, Group, Placement
+from fddp.comm import REPLICATED, Group, Placement, of_one_replica
 from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.pieces import MakeList
 from fddp.schedules.send import Sent, sending
@@ -18,8 +17,6 @@ from fddp.schedules.tasks import Compute, TaskList, equal_everywhere
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
-
-
 # (placement, tasks, values that are there at first, whether the state's memory may be reused)
 MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], bool], Programs]
 
@@ -53,23 +50,14 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
         leaves, treedef = jax.tree.flatten(arguments)
         form = (treedef, *((x.shape, x.dtype) for x in leaves))
         if form not in known:
-            listed = make(*of_one_replica(group.placement, *arguments))
+            state, *own = arguments
+            listed = make(of_one_replica(state, 1), *of_one_replica(own, group.placement.replicas_in_array))
             made = programs(group.placement, listed, listed.enter(*arguments), donate)
             send = sending(group, [task.reduction for task in listed.messages])
             known[form] = Prepared(listed, made, send, listed.last_reads)
         return known[form]
 
     return prepare
-
-
-def of_one_replica(placement: Placement, state: Any, pending: Any, rows: Any) -> tuple[Any, Any, Any]:
-    """The forms of a step's arguments as one replica has them."""
-
-    def form(x: Any, parts: int = 1) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)
-
-    own = partial(form, parts=placement.replicas_in_array)
-    return jax.tree.map(form, state), jax.tree.map(own, pending), jax.tree.map(own, rows)
 
 
 def jitted(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:

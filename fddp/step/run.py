@@ -1,11 +1,10 @@
 """A settled step, called."""
 
-from functools import partial
 from typing import Any
 
 import jax
 
-from fddp.comm import REPLICATED
+from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums
@@ -103,13 +102,9 @@ def lower(settled: Settled, state: TrainState, batch: Any) -> jax.stages.Lowered
 def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
     """What a step with arguments of this form launches."""
     group = settled.replica.group
-
-    def share(x: Any, replicas: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((x.shape[0] // replicas, *x.shape[1:]), x.dtype)
-
     replicated = state._replace(accumulated=None, hook_state=())
-    pending = jax.tree.map(partial(share, replicas=group.placement.replicas_in_array), state.accumulated)
-    rows = jax.tree.map(partial(share, replicas=group.size // group.processes), batch)
+    pending = of_one_replica(state.accumulated, group.placement.replicas_in_array)
+    rows = of_one_replica(batch, group.size // group.processes)
     return settled.runner.tasks(replicated, pending, rows)
 
 
