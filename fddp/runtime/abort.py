@@ -65,7 +65,9 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # Where another rank has died, what a transport says of it here is not the cause, and the watchers know that.
-        if isinstance(error, jax.errors.JaxRuntimeError) or re.search("Gloo|NCCL|MPI", f"{kind.__module__} {error}"):
+        if isinstance(error, jax.errors.JaxRuntimeError) or re.search(
+            r"\b(Gloo|NCCL|MPI)", f"{kind.__module__} {error}"
+        ):
             journal.say("after an error")
             if poll(lambda: journal.verdict().end, VERDICT_S):
                 leave()
