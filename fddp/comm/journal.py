@@ -29,9 +29,10 @@ VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
 # What ranks agree on when one was told to end soon. This one writes whether it was, how often it has asked, the seconds
 # between, and the question that it agrees to, negative if it has passed that; its watcher writes the question that is
 # proposed, and whether all have agreed.
-STOP = struct.Struct("<?qdqq?")
+ANSWER, PROPOSAL = struct.Struct("<qdq"), struct.Struct("<q?")
 
 DOING, SENDING, ENDING, STOPPING, RING = 64, 192, 320, 896, 1024
+ANSWERED, PROPOSED = STOPPING + 1, STOPPING + 1 + ANSWER.size
 SIZE = RING + MESSAGES * MESSAGE.size
 
 
@@ -139,11 +140,11 @@ class Journal:
         now, self._asked, before = time.monotonic(), self._asked + 1, self._asked_at
         self._asked_at = now
         while True:
-            told, *_, proposed, settled = STOP.unpack_from(self.memory, STOPPING)
+            proposed, settled = PROPOSAL.unpack_from(self.memory, PROPOSED)
             if self.processes == 1:
-                return told
+                return bool(self.memory[STOPPING])
             agreed = proposed if self._asked <= proposed else -proposed
-            struct.pack_into("<qdq", self.memory, STOPPING + 1, self._asked, now - before, agreed)
+            ANSWER.pack_into(self.memory, ANSWERED, self._asked, now - before, agreed)
             if self._asked != proposed or settled:
                 return self._asked == proposed
             time.sleep(WAIT_S)

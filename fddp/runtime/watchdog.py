@@ -23,6 +23,8 @@ import numpy as np
 
 from fddp.comm import Group, Journal
 from fddp.comm.journal import (
+    ANSWER,
+    ANSWERED,
     DOING,
     ENDING,
     FAILED,
@@ -30,6 +32,8 @@ from fddp.comm.journal import (
     HEAD,
     MESSAGE,
     MESSAGES,
+    PROPOSAL,
+    PROPOSED,
     RING,
     SENDING,
     SIZE,
@@ -85,10 +89,11 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
     memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
     places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "stopping": STOPPING}
     ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
+    stop = {"answer": ANSWER.format, "answered": ANSWERED, "proposal": PROPOSAL.format, "proposed": PROPOSED}
     done = {"done": (FINISHED, FAILED)}
     times = {"stall_s": stall_s, "grace_s": GRACE_S}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
-    job = own | memory | places | ring | done | times
+    job = own | memory | places | ring | stop | done | times
     if rank == 0:
         token = secrets.token_hex(16)
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))

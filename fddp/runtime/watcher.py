@@ -69,7 +69,7 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
         else:
             found = judge(reports, now, job["stall_s"]) if all_here else None
             stop = stop_of(reports, stop)
-        struct.pack_into("<q?", memory, job["stopping"] + 25, *stop)
+        struct.pack_into(job["proposal"], memory, job["proposed"], *stop)
         verdicts += [found._asdict()] if found else []
         news = own["gone"] and not before
         # Not to every line an answer, or the watchers would do nothing else.
@@ -127,7 +127,8 @@ def say(text: str) -> None:
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Makes a function that reads what the rank wrote down."""
-    head, lived, changed = struct.Struct(job["head"]), -1, time.monotonic()
+    head, answer = struct.Struct(job["head"]), struct.Struct(job["answer"])
+    lived, changed = -1, time.monotonic()
 
     def text(place: int) -> str:
         return memory[place : place + job["text"]].rstrip(b"\0").decode(errors="replace")
@@ -152,7 +153,7 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
             "sending": text(job["sending"]),
             "stopped": stopped(job["parent"]),
             "told": bool(memory[job["stopping"]]),
-            **dict(zip(("asks", "between_s", "agreed"), struct.unpack_from("<qdq", memory, job["stopping"] + 1))),
+            **dict(zip(("asks", "between_s", "agreed"), answer.unpack_from(memory, job["answered"]))),
         }
 
     return read
