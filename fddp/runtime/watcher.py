@@ -44,9 +44,8 @@ def main(job: dict[str, Any], judge: Callable[..., Any], judge_alone: Callable[.
     door, links = meet(memory, job)
     ears = [*([door] if door else []), *pidfd(job["parent"])]
     reports: dict[int, dict[str, Any]] = {}
-    said, before, sent = "", None, 0.0
+    said, before, sent, stop = "", None, 0.0, Stop(0, False)
     heard = born = time.monotonic()
-    stop = Stop(0, False)
     while True:
         ready, _, _ = select.select([*ears, *links], [], [], EVERY_S)
         if door and door in ready:
