@@ -43,9 +43,16 @@ QUICK_JOBS = [("mpi", 3), ("gloo", 2)]
 JOBS = [*QUICK_JOBS, ("mpi", 2), ("mpi", 4), ("gloo", 4)]
 
 
-def case(job: tuple[str, int], *more: object) -> ParameterSet:
+def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSet:
     """A job, and what is tested on it, as a parameter set of pytest in its tier."""
-    return pytest.param(*job, *more, marks=[pytest.mark.ranks, *([] if job in QUICK_JOBS else [pytest.mark.slow])])
+    tiers = [pytest.mark.slow] if slow or job not in QUICK_JOBS else []
+    return pytest.param(*job, *more, marks=[pytest.mark.ranks, *tiers])
+
+
+def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
+    """Of what is tested on a job, under this name of a parameter, what this session asks for: a job does no more."""
+    given = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    return [str(one[name]) for one in given if name in one and (one["backend"], one["size"]) == (backend, size)]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import JOBS, TESTS, Outcome, case, free_port, launch
+from processes import JOBS, TESTS, Outcome, case, free_port, launch, selected
 from workers.claims import HELD
 from workers.hold_claims import claimed
 
 on_every_job = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS])
 on_two_ranks = pytest.mark.parametrize("backend", ["mpi", "gloo"])
+
+
+def on(quick: str) -> pytest.MarkDecorator:
+    """One backend by default, the other one in the tier `slow`."""
+    marked = [pytest.param(one, marks=[] if one == quick else [pytest.mark.slow]) for one in ("mpi", "gloo")]
+    return pytest.mark.parametrize("backend", marked)
+
+
 pytestmark = pytest.mark.ranks
 # Where all ranks fail nobody waits this long, however busy the machine is.
 PATIENT_S = "10"
@@ -26,13 +34,14 @@ Reports = Callable[[str, int], tuple[Outcome, list[dict[str, str]]]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """`reports(backend, size)`: what every rank found of each claim; started once for all."""
+def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Reports:
+    """`reports(backend, size)`: what every rank found of each selected claim; started once for all."""
 
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
-        outcome = launch(backend, size, "hold_claims.py", folder, folder=folder, timeout_s=300)
+        names = selected(request, backend, size, "claim")
+        outcome = launch(backend, size, "hold_claims.py", folder, *names, folder=folder, timeout_s=300)
         return outcome, [read(folder / f"{rank}.json") for rank in range(size)]
 
     return job
@@ -51,7 +60,7 @@ def test_a_job_without_errors_ends_well_and_prints_nothing(backend: str, size: i
 
 @pytest.mark.parametrize(
     "backend, size, claim",
-    [case(job, name) for job in JOBS for name in claimed(*job)],
+    [case(job, name, slow=job[0] not in one.quick) for job in JOBS for name, one in claimed(*job).items()],
 )
 def test_on_every_rank(backend: str, size: int, claim: str, reports: Reports):
     _, ranks = reports(backend, size)
@@ -158,7 +167,7 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(backend: str, size: int, tmp
     assert "Traceback" not in "".join(others), "the others' errors only follow from it"
 
 
-@on_two_ranks
+@on("gloo")
 def test_an_error_on_rank_0_ends_all_and_is_shown(backend: str, tmp_path: Path):
     first, _ = ended(tmp_path, backend, "raise_on_rank_0")
     assert "RuntimeError: rank 0 has had enough" in first
@@ -174,12 +183,12 @@ def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, 
         assert "float32[2]" in text
 
 
-@on_two_ranks
+@on("mpi")
 def test_sys_exit_on_one_rank_ends_all(backend: str, tmp_path: Path):
     ended(tmp_path, backend, "exit")
 
 
-@on_two_ranks
+@on("mpi")
 def test_a_killed_rank_ends_all(backend: str, tmp_path: Path):
     ended(tmp_path, backend, "killed")
 
@@ -190,20 +199,27 @@ def test_a_killed_rank_ends_all(backend: str, tmp_path: Path):
 NOT_TOGETHER = "RuntimeError: an earlier error left this rank at message 8 of its group, and not all ranks came back"
 
 
-@on_two_ranks
-@pytest.mark.parametrize("how", ["again", "new"])
+SLOW = pytest.mark.slow
+TRIES = [
+    ("mpi", "again"),
+    ("gloo", "new"),
+    *(pytest.param(*one, marks=SLOW) for one in (("gloo", "again"), ("mpi", "new"))),
+]
+
+
+@pytest.mark.parametrize("backend, how", TRIES)
 def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(backend: str, how: str, tmp_path: Path):
     _, last = ended(tmp_path, backend, how, "retries.py")
     assert NOT_TOGETHER in last
 
 
-@on_two_ranks
+@on("gloo")
 def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, tmp_path: Path):
     _, last = ended(tmp_path, backend, "swallow", "retries.py")
     assert "all went well" in last
 
 
-@on_two_ranks
+@on("mpi")
 def test_a_rank_that_comes_too_late_from_an_error_of_all_hears_that_the_others_gave_up(backend: str, tmp_path: Path):
     for output in ended(tmp_path, backend, "late", "retries.py", grace_s=PATIENT_S):
         assert NOT_TOGETHER in output or "failed as the others did" in output

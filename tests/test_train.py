@@ -61,16 +61,17 @@ def on_two(group: fddp.Group) -> list[float]:
 def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Path):
     if not MPIEXEC.exists():
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
-    output = run(str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, *TINY, cwd=tmp_path)
+    output = run(str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, *TINY, "--bucket-cap-mb", "0.002", cwd=tmp_path)
     assert output.count("test accuracy") == 1, output
-    for words in ("ResNet tiny", "2 × cpu", "backend mpi", "4/4 steps", "training loss", "samples/s", "in 1 bucket"):
+    # In several buckets its clipping and its schedule leave an update later than the count which it reads.
+    for words in ("ResNet tiny", "2 × cpu", "backend mpi", "4/4 steps", "training loss", "samples/s", "in 5 buckets"):
         assert words in output, output
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_readmes_first_command_warns_of_nothing(tmp_path: Path):
-    """Its clipping and its schedule leave an update later than the count which it reads."""
     if not MPIEXEC.exists():
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     assert "in 3 buckets" in run(str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, "--steps", "2", cwd=tmp_path)

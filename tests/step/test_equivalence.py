@@ -14,9 +14,9 @@ import jax
 import numpy as np
 import pytest
 from _pytest.mark.structures import ParameterSet
-from processes import JOBS, Outcome, case, launch
+from processes import JOBS, Outcome, case, launch, selected
 from workers import trainings
-from workers.train_all import RUNS, Run, runs, train
+from workers.train_all import QUICK, RUNS, Run, runs, train
 
 import fddp
 
@@ -63,15 +63,16 @@ Results = Callable[[str, int], tuple[Outcome, list[dict[str, trainings.Result]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """`results(backend, size)`: what every rank of a job ended with; started once for all runs."""
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    """`results(backend, size)`: what every rank of a job ended with; started once for all selected runs."""
 
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, trainings.Result]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
         starts = {(run.model, run.rule): trainings.start(run.model, run.rule) for run in runs(backend, size)}
         (folder / "starts.pickle").write_bytes(pickle.dumps(starts))
-        outcome = launch(backend, size, "train_all.py", folder, folder=folder, timeout_s=300)
+        names = selected(request, backend, size, "run")
+        outcome = launch(backend, size, "train_all.py", folder, *names, folder=folder, timeout_s=300)
         return outcome, [load(folder / f"result_{rank}.pickle") for rank in range(size)]
 
     return job
@@ -93,7 +94,7 @@ def test_a_training_ends_well_and_prints_nothing(backend: str, size: int, result
 
 @pytest.mark.parametrize(
     "backend, size, run",
-    [case(job, run) for job in JOBS for run in runs(*job)],
+    [case(job, run, slow=run.model not in QUICK.get(job, ())) for job in JOBS for run in runs(*job)],
     ids=str,
 )
 def test_processes_end_where_one_device_does(backend: str, size: int, run: Run, results: Results):

@@ -22,13 +22,18 @@ class Claim:
     """Raises on each rank where it is not so."""
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
+    quick: tuple[str, ...]
+    """Where it is held in the default tier: what compiles much is held there on one backend, and on all in `slow`."""
 
 
 def claim(
-    *, backends: tuple[str, ...] = ("mpi", "gloo"), sizes: tuple[int, ...] = (2, 3, 4)
+    *,
+    backends: tuple[str, ...] = ("mpi", "gloo"),
+    sizes: tuple[int, ...] = (2, 3, 4),
+    quick: tuple[str, ...] = ("mpi", "gloo"),
 ) -> Callable[[Callable[[fddp.Group], None]], Claim]:
     """Makes a claim of a function of a group."""
-    return lambda check: Claim(check, backends, sizes)
+    return lambda check: Claim(check, backends, sizes, quick)
 
 
 def claims_of(*modules: ModuleType) -> dict[str, Claim]:

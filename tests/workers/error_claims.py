@@ -118,7 +118,7 @@ def after_an_error_that_all_ranks_catch_the_next_attempt_trains(group: fddp.Grou
     errors_on_all_ranks_are_caught(group, 1, *PLACES, *PLACES)
 
 
-@claim()
+@claim(quick=("gloo",))
 def after_an_error_on_one_of_several_lanes_the_next_attempt_trains(group: fddp.Group):
     errors_on_all_ranks_are_caught(group, 2, *PLACES[:2] * 4)
 

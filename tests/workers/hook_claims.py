@@ -36,7 +36,7 @@ def on_the_wire(group: fddp.Group, nbytes: int) -> int:
     return -(-nbytes * 2 * (group.size - 1) // group.size)
 
 
-@claim()
+@claim(quick=("mpi",))
 def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group):
     for hook, dtype, by in ((hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, group.size)):
         rounded = (parts(group) / by).astype(dtype).astype(np.float32).sum(0)
@@ -49,7 +49,7 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
             assert same_on_all_ranks(group, state.params)
 
 
-@claim()
+@claim(quick=("gloo",))
 def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
     mean = parts(group).mean(0)
     for schedule in SCHEDULES:
@@ -75,7 +75,7 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
         assert same_on_all_ranks(group, state.params)
 
 
-@claim()
+@claim(quick=("gloo",))
 def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fddp.Group):
     rows = np.random.default_rng(6).normal(size=(group.size, 6, 4)).astype(np.float32)
     loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
@@ -92,7 +92,7 @@ def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fdd
         assert same_on_all_ranks(group, state.params)
 
 
-@claim()
+@claim(quick=("gloo",))
 def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
     width = 16
 
@@ -121,7 +121,7 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
         assert same_on_all_ranks(group, state.params)
 
 
-@claim()
+@claim(quick=("gloo",))
 def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(group: fddp.Group):
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(p["b"])) / len(x)  # noqa: E731
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
@@ -141,7 +141,7 @@ def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(gr
         assert same_on_all_ranks(group, on.params)
 
 
-@claim()
+@claim(quick=("gloo",))
 def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
     loss = lambda p, x: (jnp.sum(p["w"] * x) + jnp.sum(p["empty"]) + jnp.sum(p["half"])) / len(x)  # noqa: E731
     params = {

@@ -17,7 +17,7 @@ def two_layers(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
 
 
-@claim()
+@claim(quick=("gloo",))
 def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
     tuning = fddp.tune(two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1))

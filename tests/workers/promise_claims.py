@@ -82,7 +82,7 @@ def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
 ### Ranks whose gradients overflow
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
     """In float16 the gradient is the scale times x: on the last rank too much for the scale to begin with."""
     half = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32), jnp.float16)

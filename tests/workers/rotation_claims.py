@@ -36,7 +36,7 @@ def groups(group: fddp.Group, count: int) -> list[fddp.Group]:
     return [group, *(group.subgroup(range(group.processes)) for _ in range(count - 1))]
 
 
-@claim()
+@claim(quick=("gloo",))
 def groups_in_turn_train_as_one_does(group: fddp.Group):
     for schedule, counts in (("staged", (3, 5)), ("after", (3,))):
         expected = trained(group, schedule)

@@ -1,4 +1,4 @@
-"""Trains every model by every rule and schedule: `train_all.py FOLDER`, on each of some processes.
+"""Trains models by rules and schedules: `train_all.py FOLDER RUN ...`, on each of some processes.
 
 Reads FOLDER/starts.pickle, {(model, rule): start}; writes FOLDER/result_RANK.pickle, {name of the run: result}.
 """
@@ -43,6 +43,8 @@ RUNS = [
 
 
 # A run is a second of compiling on every rank, so the jobs divide the schedules: each has one for each rule.
+QUICK = {("mpi", 3): ("mlp", "gpt"), ("gloo", 2): ("resnet-gn", "resnet-bn", "bert")}
+"""Of which models a job's runs are in the default tier; all are in `slow`."""
 SCHEDULES = {
     ("mpi", 3): {"sgd": "staged", "adamw": "fused"},
     ("gloo", 2): {"sgd": "after", "adamw": "staged"},
@@ -83,11 +85,11 @@ def train(group: fddp.Group, run: Run, start: Any) -> Result:
     return Result(state.params, state.model_state, jnp.stack(losses))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     group = fddp.init()
     starts = pickle.loads((folder / "starts.pickle").read_bytes())
     results = {}
-    for run in runs(group.backend, group.processes):
+    for run in [run for run in runs(group.backend, group.processes) if str(run) in names]:
         start = starts[run.model, run.rule]
         if group.rank > 0:  # rank 0's values count
             start = jax.tree.map(np.zeros_like, start)
@@ -97,4 +99,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -189,7 +189,7 @@ def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fd
             assert float(state.params) == np.arange(group.size).mean(), schedule
 
 
-@claim()
+@claim(quick=("mpi",))
 def without_jit_a_step_of_no_schedule_in_particular_trains_too(group: fddp.Group):
     with jax.disable_jit():
         step = towards_the_mean(group)
@@ -332,7 +332,7 @@ def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
 ### Rows
 
 
-@claim()
+@claim(quick=("gloo",))
 def later_batches_may_have_unequally_many_rows(group: fddp.Group):
     counts = [4 + 2 * rank for rank in range(group.size)]
     data = np.random.default_rng(5).normal(size=(sum(counts), 3)).astype(np.float32)
