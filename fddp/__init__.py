@@ -60,8 +60,9 @@ if TYPE_CHECKING:
     from fddp.losses.flax import Nnx as Nnx
     from fddp.losses.flax import from_linen as from_linen
     from fddp.losses.flax import from_nnx as from_nnx
+    from fddp.step.checkpoints import Checkpoints as Checkpoints
 
-# Loaded when they are used: observers, and what needs Flax.
+# Loaded when they are used: observers, and what needs Flax or Orbax.
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Measurement", "measure"), "fddp.analysis.measurement"),
@@ -69,6 +70,7 @@ _LATER = {
     "Link": "fddp.analysis.tuning.link",
     **dict.fromkeys(("Tuning", "tune"), "fddp.analysis.tuning.search"),
     "BatchNorm": "fddp.losses.batch_norm",
+    "Checkpoints": "fddp.step.checkpoints",
     **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.losses.flax"),
 }
 

@@ -15,7 +15,8 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -68,6 +69,10 @@ class Config:
     """gpt: how likely a replica leaves out a layer in a step; each replica leaves out its own."""
     out: Path = Path("runs")
     """Folder for the loss curve."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder for checkpoints: training saves there, and the same command goes on from the newest."""
+    save_every: int = 100
+    """With --resume: steps between two checkpoints."""
 
 
 CONFIGS = {"resnet": Config(), "gpt": Config("gpt", preset="bytes", steps=300, batch=16)}
@@ -156,19 +161,43 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     options: Any = {"bucket_cap_mb": config.bucket_cap_mb, "find_unused_parameters": config.layer_drop > 0}
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state, rng=task.rng)
+    with saved(config, step, state) as (state, save):
+        state, history = loop(task, config, group, console, step, state, save)
+    return state, step.plan, history
 
+
+def loop(
+    task: Task,
+    config: Config,
+    group: fddp.Group,
+    console: Console,
+    step: fddp.TrainStep,
+    state: fddp.TrainState,
+    save: Callable[[fddp.TrainState], None],
+) -> tuple[fddp.TrainState, History]:
+    """Trains from the state's step up to the last."""
+    start, left = int(state.step), config.steps - int(state.step)
+    if left < 1:
+        raise ValueError(f"--steps {config.steps}: the checkpoint in {config.resume} is of step {start}.")
     # This process reads its own rows only, in Grain's threads while the step before runs; a step has the same rows on
     # any number of processes.
     own_rows = fddp.samples(
-        task.rows, config.batch, rank=group.rank, size=group.processes, seed=config.seed, drop_last=True
+        task.rows,
+        config.batch,
+        rank=group.rank,
+        size=group.processes,
+        seed=config.seed,
+        drop_last=True,
+        start_step=start,
     )
-    rows = grain.MapDataset.source(list(islice(own_rows, config.steps)))
+    rows = grain.MapDataset.source(list(islice(own_rows, left)))
     batches = rows.map(task.batch).to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
     history, flying = History(), deque[fddp.StepInfo](maxlen=2)
     with progress(console) as bar:
-        job = bar.add_task("", total=config.steps, now="compiling")
+        job = bar.add_task("", total=config.steps, completed=start, now="compiling")
         for batch in batches:
             state, info = step(state, batch)
+            save(state)
             flying.append(info)
             if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])
@@ -179,7 +208,30 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
         bar.update(job, advance=1, now=history.now(config.batch))
     if bar.disable:
         console.print(bar)
-    return state, step.plan, history
+    return state, history
+
+
+@contextmanager
+def saved(
+    config: Config, step: fddp.TrainStep, state: fddp.TrainState
+) -> Iterator[tuple[fddp.TrainState, Callable[[fddp.TrainState], None]]]:
+    """Where to go on from, and what is to be called after each step: it saves now and then, or before the job ends."""
+    if config.resume is None:
+        yield state, lambda state: None
+        return
+    if fddp.preempted():  # asked for the first time it takes SIGTERM over, compiling included
+        raise SystemExit(0)
+    with fddp.Checkpoints(config.resume, step, every=config.save_every) as checkpoints:
+
+        def save(state: fddp.TrainState) -> None:
+            last = fddp.preempted()
+            checkpoints.save(state, now=last)
+            if last:
+                checkpoints.close()
+                raise SystemExit(0)
+
+        state, _ = checkpoints.restore(state)
+        yield state, save
 
 
 def chosen(presets: Mapping[str, Any], name: str) -> Any:

@@ -52,7 +52,7 @@ def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSe
 def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
     """Of what is tested on a job, under this name of a parameter, what this session asks for: a job does no more."""
     given = [one.params for item in request.session.items if (one := getattr(item, "callspec", None))]
-    return [str(one[name]) for one in given if name in one and (one["backend"], one["size"]) == (backend, size)]
+    return [str(one[name]) for one in given if name in one and (one.get("backend"), one.get("size")) == (backend, size)]
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,15 @@ def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Pat
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_ended_goes_on_where_it_was_saved(group: Callable[[int], fddp.Group], tmp_path: Path):
+    saving = replace(GPT, resume=tmp_path, save_every=4)
+    calm = losses(saving, group(2))
+    (tmp_path / "12" / "fddp.json").unlink()  # as if it had been killed then
+    assert losses(saving, group(2)) == calm[8:]
+    with pytest.raises(ValueError, match=r"--steps 12: the checkpoint in .* is of step 12"):
+        losses(saving, group(2))
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_readmes_first_command_warns_of_nothing(tmp_path: Path):

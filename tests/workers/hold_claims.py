@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from workers import (
+    checkpoint_claims,
     error_claims,
     group_claims,
     hook_claims,
@@ -26,6 +27,7 @@ CLAIMS = claims_of(
     measurement_claims,
     mismatch_claims,
     error_claims,
+    checkpoint_claims,
 )
 
 
