@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fddp.analysis.doctor import examine
 from fddp.analysis.flight import read_flights, told
 from fddp.analysis.tuning.search import tune_model
 from fddp.analysis.workload import read_model, read_workload
+from fddp.runtime.supervisor import Job, launcher, supervise
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
 
@@ -35,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fddp {version('fddp')}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add in (add_plan, add_audit, add_measure, add_tune, add_flight, add_doctor):
+    for add in (add_run, add_plan, add_audit, add_measure, add_tune, add_flight, add_doctor):
         add(commands)
     chosen = parser.parse_args(words)
     # These run nothing on a device, and a GPU that others use is left alone.
@@ -47,6 +49,30 @@ def main(words: Sequence[str]) -> int:
     except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
         print(f"python -m fddp: {error}", file=sys.stderr)
         return 2
+
+
+### run: a job that is started again when a rank fails
+
+
+def add_run(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("run", help="start the ranks of a job, and start them again when one fails")
+    parser.add_argument("-n", type=int, required=True, dest="ranks", help="how many processes")
+    parser.add_argument("--hosts", default="", help="host1,host2,…: where, equally many on each (default: here)")
+    parser.add_argument("--restarts", type=int, default=0, help="how often to start again (default 0)")
+    parser.add_argument("--min", type=int, default=1, dest="least", help="not with fewer ranks than this (default 1)")
+    told = "mpiexec, or processes of our own that meet over Gloo or NCCL (default: what is there)"
+    parser.add_argument("--by", choices=("mpiexec", "processes"), help=told)
+    parser.add_argument("command", nargs="+", help="after --: the script and its arguments, python train.py say")
+    parser.set_defaults(run=run_run)
+
+
+def run_run(chosen: argparse.Namespace) -> int:
+    by = chosen.by or ("mpiexec" if chosen.hosts or find_spec("mpi4jax") else "processes")
+    program = launcher() if by == "mpiexec" else None
+    if chosen.by == "mpiexec" and program is None:
+        raise ValueError("--by mpiexec: there is none here; install the extra 'mpi', or take --by processes.")
+    hosts = [host for host in chosen.hosts.split(",") if host]
+    return supervise(Job(chosen.command, chosen.ranks, hosts, chosen.restarts, chosen.least, program))
 
 
 ### plan: which gradient travels in which bucket

@@ -1,0 +1,239 @@
+"""Starts the ranks of a job, ends all when one fails, and starts them again, with the hosts that are left.
+
+Who goes on where the job was is the script: from its newest checkpoint (`fddp.Checkpoints`). Schedulers that start
+again by themselves (Slurm's requeue, Kubernetes' JobSet) do without this.
+
+Source: torchrun, `torch.distributed.run`.
+"""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import IO, NamedTuple
+
+from fddp.runtime.vendors import launchers
+
+LOOK_S = 0.05
+END_S = 10.0  # the watchers of a job end it sooner
+ANSWER_S = 10.0
+PAUSE_S = 1.0  # between two starts: what a dead host held is let go
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run."""
+
+    command: Sequence[str]
+    """The script and its arguments."""
+    ranks: int
+    """How many processes."""
+    hosts: Sequence[str] = ()
+    """Where, equally many on each; none: here."""
+    restarts: int = 0
+    """How often it may be started again."""
+    least: int = 1
+    """With fewer ranks it is not."""
+    mpiexec: tuple[str, str | None] | None = None
+    """The launcher and whose it is; None: processes of our own, which find each other by `FDDP_*`."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or not 1 <= self.least <= self.ranks:
+            raise ValueError(
+                f"-n must be 1 or more and --min from 1 to it, got -n {self.ranks} and --min {self.least}."
+            )
+        if self.restarts < 0:
+            raise ValueError(f"--restarts must be 0 or more, got {self.restarts}.")
+        if self.hosts and self.mpiexec is None:
+            raise ValueError("--hosts needs an mpiexec, which starts the ranks there: install MPICH or Open MPI.")
+        if self.hosts and self.ranks % len(self.hosts):
+            raise ValueError(f"-n must be a multiple of the {len(self.hosts)} hosts, got {self.ranks}.")
+
+    def on(self, hosts: Sequence[str]) -> int:
+        """How many ranks it has on some of its hosts."""
+        return self.ranks // len(self.hosts) * len(hosts) if self.hosts else self.ranks
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    code: int
+    """0, or that of its first fault."""
+    words: str
+
+
+def supervise(job: Job) -> int:
+    """Runs a job to its end.
+
+    Args:
+      job: what to run.
+
+    Returns:
+      The exit status: 0, or that of the first fault of the last run.
+    """
+    hosts = list(job.hosts)
+    with tempfile.TemporaryDirectory(prefix="fddp-run-") as folder, _told() as told:
+        # What was compiled before need not be compiled again.
+        env = CACHE | {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
+        for start in count():
+            ended = _run(job, hosts, env, told)
+            if ended.code == 0 or told:
+                return ended.code
+            if start == job.restarts:
+                _say(f"{ended.words}{', and all restarts are used up' if job.restarts else ''}.")
+                return ended.code
+            hosts = [host for host, there in zip(hosts, _answer(hosts)) if there]
+            ranks = job.on(hosts)
+            if ranks < job.least:
+                _say(f"{ended.words}, and with {ranks} ranks on the hosts that answer it is not started again.")
+                return ended.code
+            _say(f"{ended.words}: restart {start + 1} of {job.restarts}, with {ranks} ranks.")
+            time.sleep(PAUSE_S)
+    raise AssertionError("count never ends")
+
+
+def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
+    """The mpiexec of this installation and whose it is, if there is one."""
+    return next(launchers(vendor), None)
+
+
+### One run
+
+
+def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]) -> Ended:
+    """Starts all ranks and waits for their end."""
+    commands = [_by_mpiexec(job, hosts)] if job.mpiexec else [list(job.command)] * job.ranks
+    worlds = [{}] if job.mpiexec else _worlds(job.ranks)
+    processes = [_start(command, {**env, **world}) for command, world in zip(commands, worlds)]
+    prefixes = [""] if job.mpiexec or job.ranks == 1 else [f"[{rank}] " for rank in range(job.ranks)]
+    readers = [reader for process, prefix in zip(processes, prefixes) for reader in _shown(process, prefix)]
+    try:
+        first = _wait(processes, told)
+    finally:
+        _signal(processes, signal.SIGKILL)
+    for reader in readers:
+        reader.join(END_S)  # a watcher may outlive its rank, and has the last word
+    if first is None:
+        return Ended(0, "all ranks ended")
+    code = processes[first].returncode
+    who = "the job" if job.mpiexec else f"rank {first}"
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return Ended(128 - code if code < 0 else code, f"{who} ended {how}")
+
+
+def _wait(processes: Sequence[subprocess.Popen], told: list[int]) -> int | None:
+    """Waits until all have ended, and ends them when one has failed: which was the first, None if none did."""
+    first, until, passed = None, float("inf"), 0
+    while any(process.poll() is None for process in processes):
+        time.sleep(LOOK_S)
+        if first is None:
+            first = next((k for k, process in enumerate(processes) if process.poll()), None)
+            until = time.monotonic() + END_S if first is not None else until
+        for number in told[passed:]:  # who ends the job may be told so twice
+            _signal(processes, number)
+            until = time.monotonic() + END_S if number == signal.SIGINT else until
+        passed = len(told)
+        if time.monotonic() > until:
+            _signal(processes, signal.SIGKILL)
+    return first if first is not None else next((k for k, process in enumerate(processes) if process.returncode), None)
+
+
+def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
+    (program, vendor), ranks = job.mpiexec or ("mpiexec", None), job.on(hosts)
+    words = [program, "-n", str(ranks), "--tag-output" if vendor == "Open MPI" else "-prepend-rank"]
+    if hosts and vendor == "Open MPI":
+        words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]
+    elif hosts:
+        words += ["-hosts", ",".join(hosts), "-ppn", str(ranks // len(hosts))]
+    return [*words, *job.command]
+
+
+def _worlds(ranks: int) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"FDDP_SIZE": str(ranks), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+    return [world | {"FDDP_RANK": str(rank), "FDDP_LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # A session of its own: what a terminal sends comes here alone, and is passed on.
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _shown(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
+    """Passes on what a process writes, each line with its rank in front."""
+
+    def copy(lines: IO[bytes], out: IO[bytes]) -> None:
+        with lines:
+            for line in lines:
+                out.write(prefix.encode() + line)  # one write: lines of several ranks do not mix
+                out.flush()
+
+    streams = [(process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)]
+    threads = [threading.Thread(target=copy, args=pair, daemon=True) for pair in streams]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            # mpiexec ends its ranks itself; it cannot if it is killed.
+            process.send_signal(number) if number != signal.SIGKILL else os.killpg(process.pid, number)
+
+
+@contextmanager
+def _told() -> Iterator[list[int]]:
+    """The signals that came meanwhile, for the ranks: a scheduler's, or from the keyboard."""
+    came = list[int]()
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+### Hosts
+
+
+def _answer(hosts: Sequence[str]) -> list[bool]:
+    """Which hosts can be reached, as mpiexec would reach them."""
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        return list(pool.map(_answers, hosts))
+
+
+def _answers(host: str) -> bool:
+    if host in ("localhost", "127.0.0.1", socket.gethostname()):
+        return True
+    ssh = shlex.split(os.environ.get("HYDRA_LAUNCHER_EXEC", "ssh -o BatchMode=yes"))
+    try:
+        return subprocess.run([*ssh, host, "true"], stdin=subprocess.DEVNULL, timeout=ANSWER_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _say(line: str) -> None:
+    print(f"fddp run: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,150 @@
+"""`python -m fddp run`: ranks that fail end all, and training goes on from the last checkpoint with the same bits."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import TESTS, UNOPTIMIZED, WORKERS
+
+from fddp.runtime.supervisor import Ended, Job, launcher, supervise
+
+PYTHON = (sys.executable, "-c")
+ENV = {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1", **UNOPTIMIZED}
+
+
+def run(*words: str, timeout_s: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m fddp run WORDS`; what it says is shown when the test fails."""
+    command = [sys.executable, "-m", "fddp", "run", *words]
+    done = subprocess.run(command, env=os.environ | ENV | env, capture_output=True, text=True, timeout=timeout_s)
+    print(done.stdout, done.stderr)
+    return done
+
+
+def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[int, str, str]:
+    """What becomes of ranks that run a script of Python's alone; `rank` is in it."""
+    code = supervise(
+        Job([*PYTHON, f"import os, sys, time; rank = int(os.environ.get('FDDP_RANK', 0)); {script}"], **job)
+    )
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+### Processes of our own, without JAX
+
+
+def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFixture[str]):
+    code, out, err = ends(capfd, "print('out'); print(os.environ['FDDP_SIZE'], file=sys.stderr)", ranks=2)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] out", "[1] out"]
+    assert sorted(err.splitlines()) == ["[0] 2", "[1] 2"]
+
+
+def test_one_rank_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]):
+    assert ends(capfd, "print('out')", ranks=1) == (0, "out\n", "")
+
+
+def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
+    began = time.monotonic()
+    code, _, err = ends(capfd, "time.sleep(60) if rank == 0 else sys.exit(7)", ranks=2)
+    assert (code, err) == (7, "fddp run: rank 1 ended with exit code 7.\n")
+    assert time.monotonic() - began < 30
+    code, _, err = ends(capfd, "time.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)", ranks=2)
+    assert (code, err) == (128 + 9, "fddp run: rank 1 ended by SIGKILL.\n")
+
+
+def test_it_is_started_again_so_often_and_no_more(capfd: pytest.CaptureFixture[str], tmp_path: Path):
+    script = f"path = '{tmp_path}/' + str(time.time()); open(path, 'w').close(); sys.exit(3)"
+    code, _, err = ends(capfd, script, ranks=1, restarts=2)
+    assert code == 3 and len(list(tmp_path.iterdir())) == 3
+    assert err.splitlines() == [
+        "fddp run: rank 0 ended with exit code 3: restart 1 of 2, with 1 ranks.",
+        "fddp run: rank 0 ended with exit code 3: restart 2 of 2, with 1 ranks.",
+        "fddp run: rank 0 ended with exit code 3, and all restarts are used up.",
+    ]
+
+
+def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    started = list[list[str]]()
+
+    def failing(job: Job, hosts: list[str], *_: Any) -> Ended:
+        started.append(list(hosts))
+        return Ended(9, "rank 3 died")
+
+    # As ssh would say it: the host b does not answer.
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\ntest $1 != b\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(ssh))
+    monkeypatch.setattr("fddp.runtime.supervisor._run", failing)
+    job = Job(["train"], ranks=6, hosts=("a", "b", "c"), restarts=1, least=4, mpiexec=("mpiexec", "MPICH"))
+    assert supervise(job) == 9 and started == [["a", "b", "c"], ["a", "c"]]
+    assert "restart 1 of 1, with 4 ranks." in capfd.readouterr().err
+    more = Job(["train"], ranks=6, hosts=("a", "b", "c"), restarts=1, least=6, mpiexec=("mpiexec", "MPICH"))
+    assert supervise(more) == 9
+    assert "with 4 ranks on the hosts that answer it is not started again." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ({"ranks": 0}, "-n must be 1 or more"),
+        ({"ranks": 2, "least": 3}, "--min from 1 to it, got -n 2 and --min 3"),
+        ({"ranks": 2, "restarts": -1}, "--restarts must be 0 or more, got -1"),
+        ({"ranks": 2, "hosts": ("a", "b")}, "--hosts needs an mpiexec"),
+        ({"ranks": 3, "hosts": ("a", "b"), "mpiexec": ("mpiexec", None)}, "a multiple of the 2 hosts, got 3"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(job: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Job(["train"], **job)
+
+
+### Trainings
+
+
+def trained(folder: Path, *words: str, faults: tuple[str, ...] = ()) -> tuple[Any, str]:
+    """What a training of `resumes.py` under `run WORDS` ends with, and what it says."""
+    folder.mkdir()
+    done = run(*words, "--", sys.executable, str(WORKERS / "resumes.py"), str(folder), "14", *faults)
+    assert done.returncode == 0
+    return json.loads((folder / "end.json").read_text()), done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "by", [("--by", "processes", "-n", "2"), pytest.param(("--by", "mpiexec", "-n", "3"), marks=pytest.mark.slow)]
+)
+def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(by: tuple[str, ...], tmp_path: Path):
+    if "mpiexec" in by and launcher() is None:
+        pytest.skip("there is no mpiexec: install the extra 'mpi'.")
+    calm, _ = trained(tmp_path / "calm", *by)
+    killed, told = trained(tmp_path / "killed", *by, "--restarts", "2", faults=("1:6", "0:11"))
+    assert told.count("training goes on from step") == 2
+    assert "restart 2 of 2" in told
+    assert killed == calm
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_who_is_told_to_end_saves_and_ends_all_well(tmp_path: Path):
+    command = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--"]
+    command += [sys.executable, str(WORKERS / "resumes.py"), str(tmp_path), "1000000"]
+    job = subprocess.Popen(command, env=os.environ | ENV, stderr=subprocess.PIPE, text=True)
+    saved, until = tmp_path / "saved", time.monotonic() + 60
+    while not (saved.exists() and any(saved.glob("*/fddp.json"))) and time.monotonic() < until:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0, job.communicate()
+    assert "restart" not in job.communicate()[1]

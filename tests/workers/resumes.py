@@ -1,0 +1,65 @@
+"""A training that is killed now and then and goes on: `resumes.py FOLDER STEPS RANK:STEP ...`.
+
+The rank kills itself before the step, once. At the end rank 0 writes FOLDER/end.json: all losses, and the state's bits.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from itertools import islice
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+
+ROWS = np.random.default_rng(5).normal(size=(48, 3)).astype(np.float32)
+
+
+def loss_fn(params, x, *, model_state, rng):
+    """Dropout, and buffers that enter the loss."""
+    mean = 0.9 * model_state + jnp.mean(x, axis=0)
+    x = x * jax.random.bernoulli(rng, 0.7, x.shape) - mean
+    return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2), (mean, None)
+
+
+def digest(state: fddp.TrainState) -> str:
+    bits = hashlib.sha256()
+    for x in jax.tree.leaves(state._replace(rng=jax.random.key_data(state.rng))):
+        bits.update(b"".join(np.asarray(shard.data).tobytes() for shard in x.addressable_shards))
+    return bits.hexdigest()
+
+
+def main(folder: Path, steps: int, *kills: str) -> None:
+    group = fddp.init(stall_s=10.0)
+    optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
+    step = fddp.train_step(loss_fn, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
+    params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32)}
+    state = step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
+    with fddp.Checkpoints(folder / "saved", step, every=4) as checkpoints:
+        state, losses = checkpoints.restore(state)
+        losses = losses or []
+        rows = fddp.samples(len(ROWS), 12, rank=group.rank, size=group.processes, start_step=int(state.step))
+        for number in islice(rows, steps - int(state.step)):
+            for kill in kills:
+                killed = folder / f"killed {kill}"
+                if kill == f"{group.rank}:{int(state.step)}" and not killed.exists():
+                    killed.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            state, info = step(state, ROWS[number])
+            losses.append(float(info.loss))
+            checkpoints.save(state, losses)
+            if fddp.preempted():
+                checkpoints.save(state, losses, now=True)
+                return
+    if group.rank == 0:
+        (folder / "end.json").write_text(json.dumps([losses, digest(state)]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
