@@ -3,6 +3,7 @@
 import re
 import runpy
 import tomllib
+from contextlib import chdir
 from operator import attrgetter
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def run(script: str, size: int, folder: Path) -> list[str]:
 
 def run_here(script: str, folder: Path) -> None:
     (folder / "script.py").write_text(script)
-    runpy.run_path(str(folder / "script.py"))
+    with chdir(folder):
+        runpy.run_path("script.py")
 
 
 def side(sign: str) -> str:
