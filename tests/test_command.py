@@ -16,6 +16,8 @@ import fddp
 from fddp.__main__ import main
 from models import resnet
 
+pytestmark = pytest.mark.steps
+
 ROOT = Path(__file__).parents[1]
 
 

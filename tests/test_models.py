@@ -13,6 +13,8 @@ import pytest
 
 from models import bert, gpt, mlp, resnet
 
+pytestmark = pytest.mark.steps
+
 ROWS = 4
 TINY = {
     "mlp": (mlp, mlp.PRESETS["tiny"]),

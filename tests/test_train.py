@@ -23,6 +23,8 @@ from rich.text import Text
 import fddp
 from models import data, train
 
+pytestmark = pytest.mark.steps
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "models" / "train.py")
 MPIEXEC = Path(sys.executable).with_name("mpiexec")

@@ -19,6 +19,8 @@ import fddp
 from fddp import hooks
 from fddp.comm.communicator import as_uint32
 
+pytestmark = pytest.mark.steps
+
 REPLICAS = 4
 RNG = np.random.default_rng(3)
 LOSSY = {

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fddp
 from models.tensor_parallel import two_axes
 
+pytestmark = pytest.mark.steps
+
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
 

@@ -16,6 +16,8 @@ from every_schedule import SCHEDULES
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 REPLICAS = 4
 RNG = np.random.default_rng(8)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}

@@ -19,6 +19,8 @@ from optax._src import alias
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 REPLICAS = 2
 RNG = np.random.default_rng(8)
 PARAMS = {"w": RNG.normal(size=(4, 3)).astype(np.float32), "b": np.ones(3, np.float32)}

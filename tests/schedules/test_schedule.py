@@ -19,6 +19,8 @@ from fddp import hooks
 from fddp.schedules import after
 from models import bert, gpt, mlp, resnet
 
+pytestmark = pytest.mark.steps
+
 CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
 
 

@@ -15,6 +15,8 @@ import pytest
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 ROWS = np.random.default_rng(5).normal(size=(40, 3)).astype(np.float32)
 
 

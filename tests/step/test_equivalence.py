@@ -20,6 +20,8 @@ from workers.train_all import QUICK, RUNS, Run, runs, train
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 
 def assert_equivalent(result: trainings.Result, run: Run) -> None:
     expected = trainings.alone(run.model, run.rule)

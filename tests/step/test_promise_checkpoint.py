@@ -18,6 +18,8 @@ from every_schedule import SCHEDULES
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 RNG = np.random.default_rng(4)
 PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "count": np.int32(2**24 + 1), "none": None}
 ROWS = RNG.normal(size=(7, 16, 3))

@@ -26,6 +26,8 @@ from workers.train_all import Run, train
 import fddp
 from models import gpt, tensor_parallel
 
+pytestmark = pytest.mark.steps
+
 ROOT = Path(__file__).parents[2]
 ON_REPLICAS, ON_PARTS = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
 

@@ -15,6 +15,8 @@ from every_schedule import SCHEDULES
 import fddp
 from fddp import hooks
 
+pytestmark = pytest.mark.steps
+
 REPLICAS, LAYERS, WIDTH = 4, 5, 6
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(16, WIDTH)).astype(np.float32)

@@ -20,6 +20,8 @@ from every_schedule import SCHEDULES
 import fddp
 from fddp.comm.transport import Hosts
 
+pytestmark = pytest.mark.steps
+
 REPLICAS = 4
 ROWS = 16  # of one call: two micro-batches of two rows for each replica
 HELD = (0, 3, 1, 4)  # calls of no_sync before each step

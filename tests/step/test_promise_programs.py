@@ -18,6 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 REPLICAS, STEPS = 4, 3
 RNG = np.random.default_rng(5)
 LAYERS = {

@@ -18,6 +18,8 @@ from every_schedule import SCHEDULES
 import fddp
 from models import gpt
 
+pytestmark = pytest.mark.steps
+
 NAMES = ("left", "right", "never")
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1, weight_decay=0.5),

@@ -14,6 +14,8 @@ import pytest
 import fddp
 from fddp.step.options import SCHEDULES
 
+pytestmark = pytest.mark.steps
+
 REPLICAS = [1, 2, 4, 8]
 RNG = np.random.default_rng(0)
 PARAMS = {

@@ -12,6 +12,8 @@ import pytest
 
 import fddp
 
+pytestmark = pytest.mark.steps
+
 X = np.arange(16, dtype=np.float32) / 8
 
 
