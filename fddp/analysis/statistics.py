@@ -24,6 +24,8 @@ class Stats:
     backend_name: str
     iteration: int
     """Steps that this object has run."""
+    skipped_steps: int
+    """With `skip_nonfinite`: those of them that changed nothing, as their gradients were not finite."""
     num_parameter_tensors: int
     total_parameter_size_bytes: int
     bucket_cap_bytes: float
@@ -62,6 +64,7 @@ def stats(step: TrainStep) -> Stats:
         rank=group.rank,
         backend_name=group.backend,
         iteration=step.steps,
+        skipped_steps=step.skips.count,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
         bucket_cap_bytes=options.bucket_cap_mb * MiB,

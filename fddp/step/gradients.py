@@ -51,6 +51,11 @@ def value_and_grad(
     """
     check_callable("value_and_grad", "loss_fn", loss_fn)
     settings = read_options("value_and_grad", options | {"donate": False})
+    if settings.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite=True is for train_step: value_and_grad has no step to skip. Its gradients are equal on all "
+            "ranks, and optax.apply_if_finite passes over what is not finite."
+        )
 
     def use(replica: Replica, where: TrainState, state: TrainState, mean: Mean) -> Any:
         del replica, where

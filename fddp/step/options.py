@@ -55,6 +55,8 @@ class Options:
       hook (None): what is done with each bucket in place of the plain sum: one of `fddp.hooks`, or the user's own.
       ignore (None): a function that is true for the path ('Dense_0/kernel') of a parameter that is to be left alone:
         neither sent nor trained.
+      skip_nonfinite (False): whether a step whose mean gradients are not all finite changes nothing but the number of
+        the step (and the scale of `fddp.dynamic_scale`), on all ranks; the rank that made them so says whose gradient.
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
         picks. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
@@ -76,6 +78,7 @@ class Options:
     skip_all_reduce_unused_params: bool = False
     hook: Hook | None = None
     ignore: Callable[[str], bool] | None = field(default=None, repr=False)
+    skip_nonfinite: bool = False
     schedule: str | Schedule = "auto"
     donate: bool = True
 
@@ -94,7 +97,7 @@ class Options:
             raise TypeError(f"hook must be a fddp.Hook, one of fddp.hooks say, got {type(self.hook).__name__}.")
         if self.ignore is not None and not callable(self.ignore):
             raise TypeError(f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}.")
-        for name in ("find_unused_parameters", "skip_all_reduce_unused_params", "donate"):
+        for name in ("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite", "donate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.broadcast_buffers not in (True, False, "mean"):

@@ -55,7 +55,9 @@ class Replica:
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
         grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
-        return pack_parts(self.group.placement.other_axes, plan, grads, tail, where), add_replica_dim(kept)
+        # Each replica's own gradients are seen here for the last time.
+        broken = _broken(pending.sums.grads) if self.options.skip_nonfinite else None
+        return pack_parts(self.group.placement.other_axes, plan, grads, tail, where), add_replica_dim((kept, broken))
 
     @property
     def buffers(self) -> Buffers:
@@ -74,12 +76,13 @@ class Replica:
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
+        kept, broken = kept
         model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, kept)
         used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan, chosen, means.grads)
         # Whatever leads, bucket k's bytes are number k.
         sent = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
-        return Mean(grads, means.loss, means.aux, model_state, sent, used)
+        return Mean(grads, means.loss, means.aux, model_state, sent, used, drop_replica_dim(broken))
 
     def plan(self, params: Any, order: Sequence[int], *, dtype: Any = np.float32, early: bool = False) -> BucketPlan:
         """The buckets of the trained leaves in this order; those without elements have nothing to send."""
@@ -159,6 +162,11 @@ class Replica:
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
         return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index())
+
+
+def _broken(grads: Sequence[Array]) -> Array:
+    """Which gradients are not all finite."""
+    return jnp.stack([~jnp.all(jnp.isfinite(x)) for x in grads])
 
 
 def _start(state: TrainState) -> Pending:

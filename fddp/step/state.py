@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from fddp.losses import Pending
 
@@ -42,6 +42,10 @@ class StepInfo(NamedTuple):
     sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
     """Bytes that each replica sent for each sum over replicas: one for each bucket of the plan, and at the end for what
     travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
+    skipped: Bool[Array, ""] | None = None
+    """With `skip_nonfinite`: whether the step changed nothing, as its mean gradients are not all finite."""
+    broken: Bool[Array, " leaves"] | None = None
+    """With `skip_nonfinite`: which of the trained leaves' gradients were not finite on this very replica."""
 
 
 class Mean(NamedTuple):
@@ -56,3 +60,5 @@ class Mean(NamedTuple):
     """Bytes that each replica sent for each sum over replicas."""
     used: Any = None
     """A tree like the parameters: how many replicas used each leaf. None where nobody asks."""
+    broken: Bool[Array, " leaves"] | None = None
+    """Which of the trained leaves' gradients are not finite on this very replica. None where nobody asks."""

@@ -25,6 +25,7 @@ from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
+from fddp.step.skips import Skips
 from fddp.step.start import described_start, equal_start
 from fddp.step.state import StepInfo, TrainState
 from fddp.step.update import updated
@@ -39,8 +40,8 @@ class TrainStep:
         self._replica, self._optimizer, self._use = replica, optimizer, use
         self._guess: BucketPlan | None = None
         self._settled: Settled | None = None
-        self.steps, self.lately = 0, deque[Timeline](maxlen=LATELY)
-        """How many steps this object has run, and when the last of them computed and communicated."""
+        self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=LATELY), Skips()
+        """How many steps this object has run, when the last of them computed and communicated, and which it skipped."""
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -99,6 +100,7 @@ class TrainStep:
         self._settled = settled = compare(self._settled, state, batch)
         (state, info), hook_state = synchronize(settled, state, batch)
         self.steps += 1
+        self.skips.note(self.group, settled.plan, settled.replica.chosen(state.params), self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         return state._replace(hook_state=hook_state), info

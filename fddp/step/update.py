@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fddp.comm import laid_out
-from fddp.optim import update
+from fddp.optim import DynamicScaleState, update
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, StepInfo, TrainState
 
@@ -29,9 +29,21 @@ def updated(
     """
     trained = replica.trained(state.params)
     new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
-    state = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
-    state = laid_out(replica.group.placement, state._replace(step=state.step + 1), where)
-    return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent)
+    after = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
+    after, skipped = (after, None) if mean.broken is None else _if_finite(mean.grads, after, state)
+    state = laid_out(replica.group.placement, after._replace(step=state.step + 1), where)
+    return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent, skipped, mean.broken)
+
+
+def _if_finite(grads: Any, new: TrainState, old: TrainState) -> tuple[TrainState, Any]:
+    """The new state where the mean gradients are finite, else the old one; whether it is that."""
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]))
+
+    def chosen(new: Any, old: Any) -> Any:
+        # It skips such steps by itself, and has a scale to lower.
+        return new if isinstance(new, DynamicScaleState) else jnp.where(finite, new, old)
+
+    return jax.tree.map(chosen, new, old, is_leaf=lambda x: isinstance(x, DynamicScaleState)), ~finite
 
 
 def _with(params: Any, trained: Any) -> Any:

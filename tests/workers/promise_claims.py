@@ -4,7 +4,9 @@ overflow.
 Most train w under the mean of w·x, whose gradient is the mean of the x, by SGD with rate 1.
 """
 
+import io
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,6 +79,25 @@ def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
         batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
         state, _ = step(step.init(start()), batch)
         np.testing.assert_allclose(state.params, -np.average(values, weights=tokens), rtol=1e-6)
+
+
+### Ranks whose gradients are not finite
+
+
+@claim()
+def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group: fddp.Group):
+    last = group.rank == group.size - 1
+    says = "its gradient of " if last else "the mean gradients are not finite" if group.rank == 0 else None
+    for schedule in SCHEDULES:
+        step = pull(group, schedule=schedule, skip_nonfinite=True)
+        state = step.init(start())
+        with redirect_stderr(io.StringIO()) as told:
+            for ill in (False, True, False):
+                state, _ = step(state, rows(2, np.nan if ill and last else 1))
+            assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
+            step(state, rows(2, 1))  # by then the others are over
+        wanted = f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {says}" if says else ""
+        assert told.getvalue().startswith(wanted) and bool(told.getvalue()) == bool(says), told.getvalue()
 
 
 ### Ranks whose gradients overflow

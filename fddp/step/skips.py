@@ -1,0 +1,60 @@
+"""Steps that were skipped, as their gradients were not finite: who made them so says it, and nobody waits for it."""
+
+import sys
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from fddp.buckets import BucketPlan
+from fddp.comm import Group
+from fddp.step.state import StepInfo
+
+MOST = 16  # steps under way; more the host does not run ahead
+
+
+class Skips:
+    """The steps of a training that were skipped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many, as far as is known."""
+        self._going = deque[tuple[int, StepInfo]]()
+
+    def note(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
+        """Notes a step, and tells of those that are over whether they were skipped.
+
+        Args:
+          group: the replicas.
+          plan: the order of readiness.
+          chosen: numbers of the trained leaves.
+          number: of the step.
+          info: what it told.
+        """
+        if info.skipped is None:
+            return
+        self._going.append((number, info))
+        while self._going and (len(self._going) > MOST or self._going[0][1].skipped.is_ready()):  # type: ignore
+            number, info = self._going.popleft()
+            if _here(info.skipped)[0]:
+                self.count += 1
+                self._tell(group, plan, chosen, number, info)
+
+    def _tell(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
+        ready = [i for bucket in plan.buckets for i in bucket.leaves]
+        name = f"fddp: rank {group.rank} of {group.processes}: step {number} was skipped"
+        for replica, broken in enumerate(_here(info.broken)):
+            leaves = [i for i in ready if i in chosen and broken[chosen.index(i)]]
+            if leaves:
+                of = f"its gradient of {plan.leaves[leaves[0]].name} was the first that is not finite"
+                several = f" on replica {replica}" if group.size > group.processes else ""
+                more = f" ({len(leaves)} of {len(ready)} are not)" if len(leaves) > 1 else ""
+                print(f"{name}: {of}{several}{more}.", file=sys.stderr, flush=True)
+                return
+        if group.rank == 0:
+            print(f"{name}: the mean gradients are not finite; its own are.", file=sys.stderr, flush=True)
+
+
+def _here(x: Any) -> list[np.ndarray]:
+    """What each of this process's replicas has."""
+    return [np.asarray(shard.data) for shard in x.addressable_shards]
