@@ -57,6 +57,8 @@ class Options:
         neither sent nor trained.
       skip_nonfinite (False): whether a step whose mean gradients are not all finite changes nothing but the number of
         the step (and the scale of `fddp.dynamic_scale`), on all ranks; the rank that made them so says whose gradient.
+      check_replicas_every (0): after so many steps ranks compare a digest of each parameter and of the optimizer's
+        state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
         picks. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
@@ -79,6 +81,7 @@ class Options:
     hook: Hook | None = None
     ignore: Callable[[str], bool] | None = field(default=None, repr=False)
     skip_nonfinite: bool = False
+    check_replicas_every: int = 0
     schedule: str | Schedule = "auto"
     donate: bool = True
 
@@ -90,6 +93,9 @@ class Options:
         steps = self.accumulation_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"accumulation_steps must be a whole number of 1 or more, got {steps!r}.")
+        every = self.check_replicas_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"check_replicas_every must be a whole number of steps, or 0 for never, got {every!r}.")
         for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices and not (name == "schedule" and callable(self.schedule)):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")

@@ -21,6 +21,7 @@ from fddp.losses import check_callable, make_objective
 from fddp.optim import check_needs, optimizer_laid_out
 from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
+from fddp.step.digests import comparing
 from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
@@ -39,6 +40,7 @@ class TrainStep:
     def __init__(self, replica: Replica, optimizer: optax.GradientTransformation, use: Use) -> None:
         self._replica, self._optimizer, self._use = replica, optimizer, use
         self._guess: BucketPlan | None = None
+        self._check = comparing(replica.group, replica.options.check_replicas_every)
         self._settled: Settled | None = None
         self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=LATELY), Skips()
         """How many steps this object has run, when the last of them computed and communicated, and which it skipped."""
@@ -94,6 +96,7 @@ class TrainStep:
 
         Raises:
           ValueError: rows are missing or cannot be divided; at the first batch on every rank.
+          RuntimeError: replicas are no longer equal, on every rank (`check_replicas_every`).
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
         self._settled = ready(self._settled, self._replica, self._use, state, batch)
@@ -103,6 +106,7 @@ class TrainStep:
         self.skips.note(self.group, settled.plan, settled.replica.chosen(state.params), self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
+        self._check(state, self.steps)
         return state._replace(hook_state=hook_state), info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -98,6 +99,19 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
             step(state, rows(2, 1))  # by then the others are over
         wanted = f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {says}" if says else ""
         assert told.getvalue().startswith(wanted) and bool(told.getvalue()) == bool(says), told.getvalue()
+
+
+@claim(sizes=(3, 4))
+def a_rank_that_changes_its_parameters_alone_is_found_and_named_by_all(group: fddp.Group):
+    step = pull(group, check_replicas_every=2)
+    state, _ = step(step.init(start()), rows(2, 1))
+    if group.rank == 1:
+        (shard,) = state.params.addressable_shards
+        changed = jax.device_put(np.asarray(shard.data) + 1, shard.device)
+        whole = jax.make_array_from_single_device_arrays(state.params.shape, state.params.sharding, [changed])
+        state = state._replace(params=whole)
+    message = error_of(lambda: step(state, rows(2, 1)), RuntimeError)
+    assert "no longer equal after step 2: params of rank 1 differs from the others'" in message, message
 
 
 ### Ranks whose gradients overflow
