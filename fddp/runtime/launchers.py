@@ -24,6 +24,8 @@ class Launch:
     """host:port at which rank 0 can be met; None if the launcher does not say."""
     pmi: str | None = None
     """What srun's --mpi says, 'pmi2' for one; None if it offers MPI nothing."""
+    local_size: int | None = None
+    """The number of processes on its host; None if the launcher does not say."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -109,6 +111,7 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
         rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
         size=_integer(env, "OMPI_COMM_WORLD_SIZE"),
         local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=_integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else None,
     )
 
 
@@ -122,6 +125,7 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
         rank=_integer(env, "PMI_RANK"),
         size=_integer(env, "PMI_SIZE"),
         local_rank=_integer(env, "MPI_LOCALRANKID") if "MPI_LOCALRANKID" in env else None,
+        local_size=_integer(env, "MPI_LOCALNRANKS") if "MPI_LOCALNRANKS" in env else None,
     )
 
 

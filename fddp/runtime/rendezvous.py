@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
 RETRY_S = 0.2
 ATTEMPT_S = 5.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GO, STOP = b"go\n", b"stop: "
 
 
@@ -56,7 +57,7 @@ Guests = dict[socket.socket, int]
 def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: list[str]) -> str | None:
     """Lets the others in until all have come; then tells each to go, or what is wrong."""
     try:
-        problem = _open(came, size, place[1], end) or _resolve(place, end, why)
+        problem = _open(came, size, place, end) or _resolve(place, end, why)
         for guest in came:
             _tell(guest, STOP + f"{problem}\n".encode() if problem else GO)
         return problem
@@ -65,9 +66,9 @@ def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: l
             guest.close()
 
 
-def _open(came: Guests, size: int, port: int, end: float) -> str | None:
+def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | None:
     try:
-        door = _listen(port)
+        door = _listen(*place)
     except OSError as error:
         return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); name another port"
     problem, callers = None, set[socket.socket]()  # who has not said anything yet
@@ -118,7 +119,16 @@ def _missing(came: Guests, size: int) -> str:
     return f"rank{several} {shown} of {size} ha{'ve' if several else 's'} not come" if ranks else ""
 
 
-def _listen(port: int) -> socket.socket:
+def bind_address(coordinator: str) -> str | None:
+    """Where rank 0 is to listen if nobody of another host can mean it by host:port; None: at all its devices."""
+    return coordinator if coordinator.rsplit(":", 1)[0].strip("[]") in LOOPBACK else None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if host in LOOPBACK:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
     try:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     except (OSError, ValueError):  # a host without IPv6

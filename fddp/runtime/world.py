@@ -19,7 +19,7 @@ from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.launchers import Launch, missing_srun, read_launch
-from fddp.runtime.rendezvous import meet
+from fddp.runtime.rendezvous import bind_address, meet
 from fddp.runtime.watchdog import shared_journal, watched
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
@@ -187,6 +187,9 @@ def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
 
 def _mpi_world(launch: Launch, otherwise: str) -> Any:
     """MPI's own world, which must be the one that the launcher speaks of; if it is not, what else to do."""
+    if launch.local_size == launch.size:
+        # Else MPICH's transport listens at the devices that other hosts reach, though all ranks are on this one.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     from mpi4py import MPI  # it loads the MPI library that mpi4jax's extension then finds
 
     comm = MPI.COMM_WORLD
@@ -211,6 +214,7 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
             launch.rank,
             local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
+            coordinator_bind_address=bind_address(coordinator),
             # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
             cluster_detection_method="deactivate" if backend == "gloo" else None,
         )

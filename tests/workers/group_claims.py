@@ -1,5 +1,8 @@
 """What ranks say to each other outside of steps: values that can be computed by hand."""
 
+import os
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +136,37 @@ def a_subgroup_without_this_rank_is_an_error(group: fddp.Group):
     assert f"rank {group.rank} is not in" in error_of(lambda: group.subgroup(others))
     assert "different" in error_of(lambda: group.subgroup([group.rank, group.rank]))
     assert "different" in error_of(lambda: group.subgroup([group.rank, group.size]))
+
+
+### Who could hear them
+
+# 127.0.0.1, the same for IPv6, and ::1, as Linux writes them
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@claim()
+def on_one_host_nothing_listens_where_other_hosts_reach_it(group: fddp.Group):
+    group.barrier()
+    assert listening() <= LOOPBACK, listening()
+
+
+def listening() -> set[str]:
+    """Where this process listens, but for what it has from who started it."""
+    found = dict[str, str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
+    mine, inherited = (open_files(process) for process in ("self", os.getppid()))
+    return {address for name, address in found.items() if name in mine - inherited}
+
+
+def open_files(process: object) -> set[str]:
+    files = set[str]()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            files.add(str(file.readlink()))
+        except OSError:  # it was the folder's own
+            continue
+    return files
