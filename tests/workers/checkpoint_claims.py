@@ -1,9 +1,10 @@
 """What ranks save and restore together; rank 0 alone sees the folder."""
 
+import io
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
             state = train(group, step, state, 5)
             assert checkpoints.save(state, {"shard": 3})
         step, fresh = make(group)
-        with fddp.Checkpoints(path, step, every=5) as checkpoints:
+        with fddp.Checkpoints(path, step, every=5) as checkpoints, redirect_stderr(io.StringIO()) as told:
             state, place = checkpoints.restore(fresh)
+        assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
         assert place == {"shard": 3}
         assert int(state.step) == 5
         assert own(train(group, step, state, 9)) == own(calm)
