@@ -193,6 +193,21 @@ def test_a_killed_rank_ends_all(backend: str, tmp_path: Path):
     ended(tmp_path, backend, "killed")
 
 
+@on("gloo")
+def test_a_keyboards_interrupt_of_all_ranks_is_one_line(backend: str, tmp_path: Path):
+    assert ended(tmp_path, backend, "interrupted_all", grace_s=PATIENT_S) == (
+        "fddp: rank 0 of 2 was interrupted.\n",
+        "",
+    )
+
+
+@on("mpi")
+def test_a_keyboards_interrupt_of_one_rank_ends_all_without_a_traceback(backend: str, tmp_path: Path):
+    outputs = ended(tmp_path, backend, "interrupted")
+    assert outputs[1].startswith("fddp: rank 1 of 2 was interrupted.\n")
+    assert "Traceback" not in "".join(outputs)
+
+
 ### How they go on after an error
 
 

@@ -63,7 +63,18 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         if not together:
             ending.abort()
 
+    def interrupted() -> None:
+        journal.say(FAILED)
+        ending.tell(f"rank {rank}: interrupted")
+        together = ending.all_failed(grace_s)
+        if not (together and rank):
+            _write(f"fddp: rank {rank} of {size} was interrupted.\n")
+        if not together:
+            ending.abort()
+
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return interrupted()
         # Where another rank has died, what a transport says of it here is not the cause, and the watchers know that.
         if isinstance(error, jax.errors.JaxRuntimeError) or re.search(
             r"\b(Gloo|NCCL|MPI)", f"{kind.__module__} {error}"
@@ -71,7 +82,7 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
             journal.say("after an error")
             if poll(lambda: journal.verdict().end, VERDICT_S):
                 leave()
-        end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
+        return end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
 
     sys.excepthook = on_exception
 

@@ -16,13 +16,15 @@ def end(how: str, group: fddp.Group) -> None:
         raise RuntimeError(f"rank {group.rank} has had enough")
     if how == "exit":
         sys.exit(3)
+    if how.startswith("interrupted"):
+        os.kill(os.getpid(), signal.SIGINT)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(how: str) -> None:
     group = fddp.init()
-    ends = group.rank == (0 if how == "raise_on_rank_0" else group.size - 1)
+    ends = group.rank == (0 if how == "raise_on_rank_0" else group.size - 1) or how == "interrupted_all"
     step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group)
     state = step.init(jnp.zeros(2 if how == "differ" and ends else 1))
     for number in range(100_000):
