@@ -21,8 +21,10 @@ BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
 STEP, LAUNCHED = "step", "launched"  # before the first task of a step, when it may compile; and when it is XLA's
 
 # Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
-# begun; when the rank last moved; seconds that a step mostly takes; whether it is in a call of all ranks.
-HEAD = struct.Struct("<QQQQdd?")
+# begun; when the rank last moved; seconds that a step mostly takes; whether it is in a call of all ranks; steps of the
+# training before this process began.
+HEAD = struct.Struct("<QQQQdd?q")
+HEADS = ("life", "steps", "calls", "messages", "moved", "typical", "together", "before")
 TEXT = struct.Struct("<120s")  # what it does, and what it sends
 MESSAGE = struct.Struct("<QQddQ120s")  # number, step, begin, end, bytes, name
 VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
@@ -56,7 +58,7 @@ class Journal:
         self.processes = processes
         self._lock, self._launched = threading.RLock(), deque[Any]()
         self._began, self._between, self._typical = 0.0, deque[float](maxlen=100), 0.0
-        self._life = self._steps = self._calls = self._messages = 0
+        self._life = self._steps = self._calls = self._messages = self._before = 0
         self._inside = self._together = False
         self._asked, self._asked_at = 0, time.monotonic()
         self.say(BETWEEN)
@@ -100,6 +102,15 @@ class Journal:
         with self._lock:
             struct.pack_into("<d", self.memory, place + struct.calcsize("<QQd"), time.monotonic())
             self._write(SENDING, "")
+
+    def goes_on(self, after: int) -> None:
+        """Notes that this process goes on with a training.
+
+        Args:
+          after: the step after which it was saved.
+        """
+        self._before = after - self._steps
+        self.say(BETWEEN)
 
     def launched(self, result: Any) -> None:
         """Notes what a step will have made when it is over, if Python does not wait for it.
@@ -187,8 +198,8 @@ class Journal:
         self._write_head()
 
     def _write_head(self) -> None:
-        head = (self._life, self._steps, self._calls, self._messages, time.monotonic(), self._typical, self._together)
-        HEAD.pack_into(self.memory, 0, *head)
+        counts = (self._life, self._steps, self._calls, self._messages)
+        HEAD.pack_into(self.memory, 0, *counts, time.monotonic(), self._typical, self._together, self._before)
 
 
 def _on_its_way(array: Any) -> bool:

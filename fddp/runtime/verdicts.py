@@ -47,7 +47,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
     early = [(one, other) for one in left for other in waiting if one["calls"] < other["calls"]]
     if early:
         one, other = early[0]
-        how = f"{one['doing']} after {one['steps']} steps"
+        how = f"{one['doing']} after {one['steps'] + one['before']} steps"
         shorter = one not in failed and one["steps"] < other["steps"]
         advice = ": give each rank equally many batches, or use fddp.join" * shorter
         return Verdict(f"rank {one['rank']} {how}, and rank {other['rank']} waits {where(other)}{advice}", True)
@@ -107,12 +107,14 @@ def where(one: Report) -> str:
     """The place of a rank in its script."""
     if one["steps"] < 0:
         return "since it fell silent"
+    number = one["steps"] + one["before"]  # of the training, which may have begun in another process
     if one["together"] and one["doing"] in ("all_gather", "broadcast"):
-        return f"in {one['doing']} after step {one['steps']}"
+        return f"in {one['doing']} after step {number}"
     if not one["together"]:
-        return f"between steps {one['steps']} and {one['steps'] + 1}" if one["steps"] else "before its first step"
+        between = f"between steps {number} and {number + 1}" if one["steps"] else "before its first step"
+        return between + (f", {one['doing']}" if one["doing"] not in ("between steps", "step") else "")
     doing = "" if one["doing"] == "step" else f", {one['doing']}"
-    return f"in step {one['steps']}" + (f" for {one['sending']}" if one["sending"] else doing)
+    return f"in step {number}" + (f" for {one['sending']}" if one["sending"] else doing)
 
 
 def judge_alone(own: Report, heard: float, now: float, stall_s: float | None) -> Verdict | None:

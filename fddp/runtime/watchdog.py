@@ -30,6 +30,7 @@ from fddp.comm.journal import (
     FAILED,
     FINISHED,
     HEAD,
+    HEADS,
     MESSAGE,
     MESSAGES,
     PROPOSAL,
@@ -90,7 +91,7 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
     places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "stopping": STOPPING}
     ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
     stop = {"answer": ANSWER.format, "answered": ANSWERED, "proposal": PROPOSAL.format, "proposed": PROPOSED}
-    done = {"done": (FINISHED, FAILED)}
+    done = {"done": (FINISHED, FAILED), "heads": HEADS}
     times = {"stall_s": stall_s, "grace_s": GRACE_S}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
     job = own | memory | places | ring | stop | done | times

@@ -134,24 +134,21 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
 
     def read() -> dict[str, Any]:
         nonlocal lived, changed
-        life, steps, calls, messages, moved, typical, together = head.unpack_from(memory, 0)
+        counts = dict(zip(job["heads"], head.unpack_from(memory, 0)))
+        life, moved = counts.pop("life"), counts.pop("moved")
         now = time.monotonic()
         if life != lived:
             lived, changed = life, now
         return {
             "rank": job["rank"],
-            "steps": steps,
-            "calls": calls,
-            "messages": messages,
             "still": now - moved,
             "lifeless": now - changed,
-            "typical": typical,
-            "together": together,
             "doing": text(job["doing"]),
             "done": text(job["doing"]) in job["done"],
             "sending": text(job["sending"]),
             "stopped": stopped(job["parent"]),
             "told": bool(memory[job["stopping"]]),
+            **counts,
             **dict(zip(("asks", "between_s", "agreed"), answer.unpack_from(memory, job["answered"]))),
         }
 
@@ -216,7 +213,8 @@ def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: 
         for number, step, begin, stop, nbytes, name in sorted(rows)
         if begin
     ]
-    told = {"rank": job["rank"], "size": job["size"], "why": words, "steps": own["steps"], "doing": own["doing"]}
+    own = {"rank": own["rank"], "steps": own["steps"] + own["before"], "doing": own["doing"]}
+    told = own | {"size": job["size"], "why": words}
     with suppress(OSError):
         folder = Path(job["flight"])
         folder.mkdir(parents=True, exist_ok=True)

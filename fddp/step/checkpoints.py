@@ -139,6 +139,7 @@ class Checkpoints:
             return state, None
         state = laid(self._group, saved, state)
         self._before, self._last = saved.number - self._step.steps, saved.number
+        self._group.journal.goes_on(saved.number)
         return state, saved.told["place"]
 
     def close(self) -> None:

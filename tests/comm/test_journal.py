@@ -6,12 +6,24 @@ from typing import Any
 
 import pytest
 
-from fddp.comm.journal import DOING, ENDING, HEAD, MESSAGE, MESSAGES, RING, SENDING, STOPPING, TEXT, VERDICT, Journal
+from fddp.comm.journal import (
+    DOING,
+    ENDING,
+    HEAD,
+    HEADS,
+    MESSAGE,
+    MESSAGES,
+    RING,
+    SENDING,
+    STOPPING,
+    TEXT,
+    VERDICT,
+    Journal,
+)
 
 
 def head(journal: Journal) -> dict[str, Any]:
-    names = ("life", "steps", "calls", "messages", "moved", "typical", "together")
-    return dict(zip(names, HEAD.unpack_from(journal.memory, 0)))
+    return dict(zip(HEADS, HEAD.unpack_from(journal.memory, 0)))
 
 
 def text(journal: Journal, place: int) -> str:
@@ -134,3 +146,14 @@ def test_ranks_stop_at_the_question_that_all_agreed_to():
     threading.Timer(0.1, propose, (4, True)).start()
     assert journal.stops()  # it has waited for the others
     assert not journal.stops()
+
+
+def test_a_training_that_goes_on_counts_from_where_it_was_saved():
+    journal = Journal()
+    journal.goes_on(300)
+    assert head(journal)["before"] == 300
+    for _ in range(4):
+        with journal.step(1):
+            pass
+    journal.goes_on(2)  # from an older checkpoint, in the same process
+    assert head(journal)["before"] + head(journal)["steps"] == 2

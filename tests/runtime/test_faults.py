@@ -17,6 +17,7 @@ from fddp.runtime.watcher import STOP_S, Stop, stop_of
 
 GOING = {
     "steps": 52,
+    "before": 0,
     "calls": 55,
     "messages": 104,
     "doing": "between steps",
@@ -89,6 +90,13 @@ def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str,
     assert first is not None and second is not None
     assert words in first.words and words in second.words
     assert (first.end, second.end) == (False, True)
+
+
+def test_steps_are_those_of_the_training_and_what_a_rank_does_between_them_is_told():
+    saving = rank(1, still=11.0, before=300, doing="saving step 352")
+    verdict = conclude(waiting(0, 11.0) | {"before": 300}, saving)
+    assert verdict is not None and not verdict.end
+    assert "rank 1 is between steps 352 and 353, saving step 352; rank 0 waits in step 353" in verdict.words
 
 
 def test_without_a_number_a_stall_is_30_seconds_or_ten_steps():
