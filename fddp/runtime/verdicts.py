@@ -5,10 +5,11 @@ Pure functions of the standard library alone: a watcher shares nothing with its 
 Source: the stall check of Horovod; PyTorch's monitored barrier.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 AFTER_S = 0.5  # so much later all are known that died with the first
+AT_ONCE_S = 0.05  # mpiexec kills the others sooner, and their watchers wake in any order
 SILENT_S = 5.0  # a rank without a sign of life for so long, or for a stall, does not run or cannot be reached
 LEAST_S, STEPS = 30.0, 10  # a stall is no shorter than this and than so many steps, unless the user says
 PATIENCE = 20  # a rank that lives and runs no task may be evaluating or compiling: it has so many times as long
@@ -38,7 +39,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
     failed = [one for one in reports.values() if one["doing"] == "failed"]
     dead = [one for one in going.values() if one["gone"]]
     if dead:
-        first = min(dead, key=lambda one: one["gone"])
+        first = first_of(dead)
         # Who fails ends the others, by means of its own.
         words = f"rank {failed[0]['rank']} failed" if failed else f"rank {first['rank']} died {where(first)}"
         return Verdict(words, True) if now > first["gone"] + AFTER_S else None
@@ -52,6 +53,12 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
         advice = ": give each rank equally many batches, or use fddp.join" * shorter
         return Verdict(f"rank {one['rank']} {how}, and rank {other['rank']} waits {where(other)}{advice}", True)
     return stalled(going, now, stall_s)
+
+
+def first_of(dead: Sequence[Report]) -> Report:
+    """Who died first. Of those that died at once it is one that did not wait for the others' part of a message."""
+    at_once = [one for one in dead if one["gone"] < min(other["gone"] for other in dead) + AT_ONCE_S]
+    return min(at_once, key=lambda one: (bool(one["sending"]), one["gone"]))
 
 
 def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:

@@ -120,6 +120,15 @@ def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
     assert conclude(rank(0), rank(1, gone=NOW)) is None  # who else died is not known yet
 
 
+def test_of_ranks_that_mpiexec_killed_at_once_the_one_that_did_not_wait_is_named():
+    then = NOW - 2 * AFTER_S
+    waits = {"together": True, "steps": 53, "sending": "bucket 0 (b)"}
+    verdict = conclude(rank(0, gone=then, **waits), rank(1, gone=then + 0.01), rank(2, gone=then, **waits))
+    assert verdict == Verdict("rank 1 died between steps 52 and 53", True)
+    later = conclude(rank(0, gone=then, **waits), rank(1, gone=then + 0.2))
+    assert later == Verdict("rank 0 died in step 53 for bucket 0 (b)", True)
+
+
 def test_who_dies_because_another_failed_is_not_the_cause():
     then = NOW - 2 * AFTER_S
     verdict = conclude(rank(0, gone=then), rank(1, doing="failed", done=True, gone=then + 0.1))
