@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,16 @@ def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
             f"backend 'mpi': mpi4jax does not load beside the MPI of mpi4py ({str(error).splitlines()[0]}); "
             "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
         ) from None
+    _forget_shared_memory(comm)
     return watched(replace(mpi_group(comm), journal=journal), file, stall_s)
+
+
+def _forget_shared_memory(comm: Any) -> None:
+    """Takes MPICH's shared memory out of the file system; MPICH does so when it ends, and a killed job never."""
+    comm.Barrier()  # all ranks of this host have it now, and it is there until the last of them ends
+    with suppress(OSError):
+        for path in set(re.findall(r"/dev/shm/mpich_shm\S+", Path("/proc/self/maps").read_text())):
+            Path(path).unlink(missing_ok=True)
 
 
 def _mpi_world(launch: Launch, otherwise: str) -> Any:

@@ -1,6 +1,7 @@
 """What ranks say to each other outside of steps: values that can be computed by hand."""
 
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -148,6 +149,13 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 def on_one_host_nothing_listens_where_other_hosts_reach_it(group: fddp.Group):
     group.barrier()
     assert listening() <= LOOPBACK, listening()
+
+
+@claim(backends=("mpi",))
+def a_job_that_is_killed_leaves_no_shared_memory_behind(group: fddp.Group):
+    group.barrier()
+    mapped = set(re.findall(r"/dev/shm/mpich_shm.*", Path("/proc/self/maps").read_text()))
+    assert all(path.endswith("(deleted)") for path in mapped), mapped
 
 
 def listening() -> set[str]:
