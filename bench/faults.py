@@ -1,0 +1,280 @@
+"""Is every broken rank named, in time, and does everything end?
+
+    python bench/faults.py [--count 200] [--clean 2000] [--seed 0] [--quick]
+
+Draws faults at random (what, which rank, where, backend, schedule), breaks one rank of three that train a tiny network
+with a stall of one second, and notes what the ranks say and when all are gone. Then trains without a fault, with random
+pauses that are shorter than a stall, and counts the warnings.
+"""
+
+import argparse
+import ctypes
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.jobs import start
+from bench.record import save
+
+SIZE, STALL_S, LIMIT_S = 3, 1.0, 90.0
+STEPS = 8  # before the fault, at least
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hold() -> None:
+    ctypes.PyDLL(None).sleep(1000)  # a call that keeps Python's interpreter
+
+
+def _raise() -> None:
+    raise ArithmeticError("broken on purpose")
+
+
+def _leave() -> None:
+    raise SystemExit(3)
+
+
+# What breaks a rank, and the words in which it is named.
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
+    "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died"),
+    "os._exit": (lambda: os._exit(0), "died"),
+    "SIGSTOP": (_stop, "is stopped|does not run Python|has not been heard of"),
+    "held GIL": (_hold, "does not run Python"),
+    "raise": (_raise, "of 3 failed|failed"),
+    "SystemExit": (_leave, "finished|failed"),
+}
+PLACES = ("between", "message")
+BACKENDS, SCHEDULES = ("mpi", "gloo"), ("staged", "after", "fused")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault."""
+
+    fault: str
+    rank: int
+    place: str
+    backend: str
+    schedule: str
+    step: int
+
+
+@dataclass
+class Found:
+    """What became of it; seconds from the fault on."""
+
+    told_s: float | None
+    """Until a rank was named."""
+    named: list[int]
+    """Who was named, in any line."""
+    gone_s: float | None
+    """Until the last process was gone; None: some were still there at the limit."""
+    codes: list[int]
+    foreign: int
+    """Lines that are neither ours nor the traceback of who raised."""
+    left: list[str]
+    """What lies in /dev/shm that was not there before."""
+    text: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="how many faults (default 200)")
+    parser.add_argument("--clean", type=int, default=2000, help="steps without a fault (default 2000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="4 faults and 50 steps, nothing is saved")
+    parser.add_argument("--rank", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        train(*args.rank)
+        return
+    draw = random.Random(args.seed)
+    count, clean = (4, 50) if args.quick else (args.count, args.clean)
+    cases = [drawn(draw) for _ in range(count)]
+    results = []
+    for number, case in enumerate(cases):
+        found = tried(case)
+        results.append((case, found))
+        print(f"{number + 1:4} {line(case, found)}", flush=True)
+        if not right(case, found):
+            print(found.text)
+    print(summed_up(results))
+    warnings = {backend: calm(backend, clean) for backend in BACKENDS}
+    print(f"{clean} steps with pauses below a stall: {warnings} warnings")
+    if not args.quick:
+        told = [asdict(case) | {k: v for k, v in asdict(found).items() if k != "text"} for case, found in results]
+        print(save("faults", {"stall_s": STALL_S, "ranks": SIZE, "clean": {"steps": clean, **warnings}, "cases": told}))
+
+
+def drawn(draw: random.Random) -> Case:
+    schedule = draw.choice(SCHEDULES)
+    place = "between" if schedule == "fused" else draw.choice(PLACES)
+    fault = draw.choice(list(FAULTS))
+    return Case(fault, draw.randrange(SIZE), place, draw.choice(BACKENDS), schedule, STEPS + draw.randrange(20))
+
+
+def right(case: Case, found: Found) -> bool:
+    """Whether nobody but the broken rank was named, somebody was, and all have ended."""
+    # Of those that mpiexec started it tells one code; who breaks by os._exit(0) has that one.
+    others = [code for rank, code in enumerate(found.codes) if len(found.codes) == 1 or rank != case.rank]
+    return found.named == [case.rank] and found.gone_s is not None and 0 not in others
+
+
+def line(case: Case, found: Found) -> str:
+    times = " ".join(f"{x:6.1f}" if x is not None else "  none" for x in (found.told_s, found.gone_s))
+    what = f"{case.fault:<10} rank {case.rank} {case.place:<8} {case.backend:<5} {case.schedule:<7}"
+    return f"{what} told, gone {times} s; named {found.named}; {found.foreign} other lines; left {len(found.left)}"
+
+
+def summed_up(results: list[tuple[Case, Found]]) -> str:
+    good = sum(right(case, found) for case, found in results)
+    hangs = sum(found.gone_s is None for _, found in results)
+    lines = [f"{good} of {len(results)} named the right rank, and only that; {hangs} hangs"]
+    for fault in FAULTS:
+        some = [found for case, found in results if case.fault == fault]
+        if some:
+            told = [found.told_s for found in some if found.told_s is not None]
+            gone = [found.gone_s for found in some if found.gone_s is not None]
+            most = max(found.foreign for found in some)
+            lines.append(
+                f"  {fault:<10} {len(some):3} times: told after {np.median(told or np.nan):.1f} s (at most "
+                f"{max(told, default=np.nan):.1f}), gone after {np.median(gone or np.nan):.1f} (at most "
+                f"{max(gone, default=np.nan):.1f}); other lines at most {most}"
+            )
+    lines.append(f"  left behind: {dict(Counter(name for _, found in results for name in found.left)) or 'nothing'}")
+    return "\n".join(lines)
+
+
+### One fault
+
+
+def tried(case: Case) -> Found:
+    """Breaks one rank of a job, and looks on."""
+    shared = set(map(str, Path("/dev/shm").iterdir()))
+    with tempfile.TemporaryDirectory() as folder:
+        words = [str(x) for x in asdict(case).values()]
+        env = {"JAX_PLATFORMS": "cpu", "FDDP_FLIGHT_DIR": f"{folder}/flight", "FDDP_GRACE_S": "1", "BENCH": folder}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        jobs = start(case.backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes)
+        said: list[tuple[float, str]] = []
+        readers = [threading.Thread(target=_read, args=(job.stdout, said), daemon=True) for job in jobs]
+        for reader in readers:
+            reader.start()
+        until = time.monotonic() + LIMIT_S
+        # A process that was just started does not have its environment yet.
+        while (any(job.poll() is None for job in jobs) or _processes(folder)) and time.monotonic() < until:
+            time.sleep(0.05)
+        gone, going = time.monotonic(), _processes(folder)
+        for process in going:
+            os.kill(process, signal.SIGKILL)
+        for reader in readers:
+            reader.join(5)
+        codes = [job.wait() for job in jobs]
+        broken = Path(folder, "broken")
+        at = float(broken.read_text()) if broken.exists() else until
+    words = FAULTS[case.fault][1]
+    ours = [(when, text) for when, text in said if "fddp: " in text]
+    named = [(when, int(k)) for when, text in ours for k in re.findall(rf"rank (\d+) (?:{words})", text)]
+    raised = case.fault == "raise"
+    foreign = [text for _, text in said if "fddp: " not in text and "[Gloo]" not in text and text.strip()]
+    return Found(
+        told_s=round(min(when for when, _ in named) - at, 2) if named else None,
+        named=sorted({rank for _, rank in named}),
+        gone_s=None if going else round(gone - at, 2),
+        codes=codes,
+        foreign=0 if raised else len(foreign),
+        left=sorted(set(map(str, Path("/dev/shm").iterdir())) - shared),
+        text="".join(f"{when - at:8.2f} {text}" for when, text in said),
+    )
+
+
+def _read(stream: Any, said: list[tuple[float, str]]) -> None:
+    for text in stream:
+        said.append((time.monotonic(), text))
+
+
+def _processes(folder: str) -> list[int]:
+    """All processes that were started for a case, watchers included: they have its folder in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                mine = f"BENCH={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
+                zombie = (process / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+            except OSError:
+                continue
+            found += [int(process.name)] if mine and not zombie else []
+    return found
+
+
+def calm(backend: str, steps: int) -> int:
+    """How many warnings a job has that nothing happens to."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["nothing", "0", "between", backend, "staged", str(steps)]
+        env = {"JAX_PLATFORMS": "cpu", "BENCH": folder}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        jobs = start(backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes)
+        said = "".join(job.communicate(timeout=3600)[0] for job in jobs)
+    if any(job.returncode for job in jobs):
+        raise RuntimeError(f"{backend}: a job without a fault ended badly:\n{said}")
+    return len(re.findall("^fddp: ", said, re.MULTILINE))
+
+
+### One rank
+
+
+def train(folder: str, fault: str, rank: str, place: str, backend: str, schedule: str, step: str) -> None:
+    """Trains until it breaks, or the others do."""
+    from dataclasses import replace
+
+    import jax.numpy as jnp
+    import optax
+
+    import fddp
+
+    group = fddp.init(backend, stall_s=STALL_S)
+    mine, calls = group.rank == int(rank), [0]
+
+    def strike() -> None:
+        Path(folder, "broken").write_text(str(time.monotonic()))
+        FAULTS[fault][0]()
+
+    def reduce(x: Any) -> Any:
+        if mine and place == "message" and train_step.steps == int(step):
+            strike()
+        calls[0] += 1
+        return group.transport.all_reduce(x)
+
+    breaking = replace(group, transport=group.transport._replace(all_reduce=reduce))
+    loss = lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2)  # noqa: E731
+    train_step = fddp.train_step(loss, optax.sgd(0.1), group=breaking, schedule=schedule, bucket_cap_mb=0)
+    state = train_step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
+    pauses = random.Random(group.rank)
+    for number in range(int(step) if fault == "nothing" else 1_000_000):
+        if mine and place == "between" and number == int(step) and fault != "nothing":
+            strike()
+        if fault == "nothing" and pauses.random() < 0.01:
+            time.sleep(pauses.uniform(0, 0.9 * STALL_S))
+        state, info = train_step(state, np.ones((4, 4), np.float32))
+        float(info.loss)
+
+
+if __name__ == "__main__":
+    main()
