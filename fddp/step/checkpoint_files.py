@@ -90,8 +90,14 @@ def write(manager: Any, saved: Saved, keep: int) -> None:
             shutil.rmtree(begun, ignore_errors=True)
         manager.reload()
         raise
-    for old in sorted(manager.all_steps())[:-keep]:
+    finished = [number for number in sorted(manager.all_steps()) if _finished(manager, number)]
+    for old in finished[:-keep]:
         manager.delete(old)
+
+
+def unfinished(manager: Any) -> list[int]:
+    """The checkpoints that a killed process has not finished, or somebody else wrote: they count as none."""
+    return [number for number in sorted(manager.all_steps()) if not _finished(manager, number)]
 
 
 def newest(manager: Any) -> tuple[Saved | None, list[str]]:
@@ -104,7 +110,7 @@ def newest(manager: Any) -> tuple[Saved | None, list[str]]:
       The checkpoint, or None; and for each newer one what is wrong with it.
     """
     damaged = list[str]()
-    for number in sorted(manager.all_steps(), reverse=True):
+    for number in sorted(set(manager.all_steps()) - set(unfinished(manager)), reverse=True):
         try:
             return _read(manager, number), damaged
         except (ValueError, OSError) as error:
@@ -112,12 +118,14 @@ def newest(manager: Any) -> tuple[Saved | None, list[str]]:
     return None, damaged
 
 
+def _finished(manager: Any, number: int) -> bool:
+    return (Path(manager.directory) / str(number) / LIST).exists()
+
+
 def _read(manager: Any, number: int) -> Saved:
     import orbax.checkpoint as ocp
 
     folder = Path(manager.directory) / str(number)
-    if not (folder / LIST).exists():
-        raise ValueError("it was not finished")
     try:
         digest, text = json.loads((folder / LIST).read_bytes())
         if digest != _digest(text.encode()):

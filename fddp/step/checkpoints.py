@@ -19,7 +19,7 @@ import numpy as np
 
 from fddp.comm import BETWEEN, Group, verify
 from fddp.step.checkpoint_arrays import handed_round, laid, whole
-from fddp.step.checkpoint_files import Saved, newest, opened, write
+from fddp.step.checkpoint_files import Saved, newest, opened, unfinished, write
 from fddp.step.state import TrainState
 from fddp.step.train import TrainStep
 
@@ -183,6 +183,8 @@ class Checkpoints:
 
     def _newest(self) -> Saved | None:
         saved, damaged = newest(self._manager)
+        if begun := unfinished(self._manager):
+            _say(f"checkpoints in {self._path} that were not finished, and count as none: step {begun}.")
         if damaged and saved is None:
             raise RuntimeError(f"none of the checkpoints is whole: {'; '.join(damaged)}; to begin anew move them away.")
         if damaged:

@@ -186,6 +186,23 @@ def test_where_none_is_whole_nobody_begins_anew_unawares(trained: Path, group: C
         restored(trained, group(2))
 
 
+def test_a_checkpoint_that_was_not_finished_counts_as_none(
+    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """As if the process had been killed when Orbax was ready, and the list of files was not written yet."""
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
+        calm, _ = train(step, state, 4, checkpoints)
+    (tmp_path / "4" / "fddp.json").unlink()
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
+        state, _ = checkpoints.restore(state)
+        assert int(state.step) == 0
+        assert "not finished, and count as none: step [4]" in capfd.readouterr().err
+        train(step, state, 4, checkpoints)
+    same_bits(restored(tmp_path, group(2))[1], calm)
+
+
 def test_what_a_killed_process_began_to_write_is_removed(trained: Path, group: Callable[[int], fddp.Group]):
     begun = trained / "8.orbax-checkpoint-tmp"
     begun.mkdir()

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def main(folder: Path, steps: int, *kills: str) -> None:
                 killed = folder / f"killed {kill}"
                 if kill == f"{group.rank}:{int(state.step)}" and not killed.exists():
                     killed.touch()
+                    time.sleep(1.0)  # meanwhile the last checkpoint is written
                     os.kill(os.getpid(), signal.SIGKILL)
             state, info = step(state, ROWS[number])
             losses.append(float(info.loss))
