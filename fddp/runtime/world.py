@@ -217,6 +217,8 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     coordinator = launch.coordinator or _agree_on_coordinator(launch)
     meet(launch.rank, launch.size, coordinator, timeout_s)
+    # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator,

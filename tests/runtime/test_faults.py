@@ -182,7 +182,7 @@ def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "sta
     return text, re.findall(r"^fddp: (.*)$", text, re.MULTILINE)
 
 
-@on_ranks("backend, size, how", (GLOO, "kill"), (MPI, "exit"))
+@on_ranks("backend, size, how", (GLOO, "kill"), (GLOO, "term"), (MPI, "exit"))
 def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str, size: int, how: str, tmp_path: Path):
     text, lines = broken(tmp_path, backend, size, how)
     last = size - 1
