@@ -159,6 +159,7 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     # A layer that no replica ran stays as it is, moments and all.
     options: Any = {"bucket_cap_mb": config.bucket_cap_mb, "find_unused_parameters": config.layer_drop > 0}
+    options["skip_nonfinite"] = True  # so no checkpoint holds what is no number
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state, rng=task.rng)
     with saved(config, step, state) as (state, save):

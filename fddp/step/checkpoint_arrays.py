@@ -1,6 +1,7 @@
 """A state as arrays of one process, and back: from replicas over any backend, to as many or to others."""
 
 import json
+from functools import cache
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ def whole(group: Group, state: TrainState) -> Leaves:
         if _apart(group, name):
             x = np.concatenate(group.all_gather(x))
         elif isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not _here(x):
-            x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, REPLICATED))(x)
+            x = jax.block_until_ready(_gathering(x.sharding.mesh)(x))
         if group.rank == 0:
             leaves[name] = np.array(x)
     return leaves
@@ -103,6 +104,12 @@ def _named(state: TrainState) -> dict[str, Any]:
     """The leaves by their paths, in their order."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+@cache
+def _gathering(mesh: Any) -> Any:
+    """A program for each mesh, not for each array that is saved."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
 
 def _here(x: jax.Array) -> bool:

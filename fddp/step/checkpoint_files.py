@@ -90,8 +90,8 @@ def write(manager: Any, saved: Saved, keep: int) -> None:
             shutil.rmtree(begun, ignore_errors=True)
         manager.reload()
         raise
-    finished = [number for number in sorted(manager.all_steps()) if _finished(manager, number)]
-    for old in finished[:-keep]:
+    older = [step for step in sorted(manager.all_steps()) if step < number and _finished(manager, step)]
+    for old in older[: max(0, len(older) + 1 - keep)]:
         manager.delete(old)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 import numpy as np
 
 from fddp.comm import BETWEEN, Group, verify
@@ -57,7 +58,7 @@ class Checkpoints:
           keep: how many of the newest to keep.
 
         Raises:
-          ValueError: a number below 1.
+          ValueError: a number below 1; or, on Gloo and NCCL, the group's rank 0 is not the job's.
           TypeError: `step` is none.
           ModuleNotFoundError: Orbax is not installed.
           RuntimeError: rank 0 cannot open the folder; on every rank.
@@ -76,6 +77,10 @@ class Checkpoints:
         self._manager: Any = None
 
         def open_folder() -> None:
+            if jax.process_index():
+                raise ValueError(
+                    "rank 0 of the group must be the first process of jax.distributed, which Orbax writes by"
+                )
             self._manager = opened(self._path)
 
         self._on_rank_0(open_folder)
@@ -182,6 +187,7 @@ class Checkpoints:
         verify(self._group, f"checkpoints in {self._path}", describe)
 
     def _newest(self) -> Saved | None:
+        self._writing.result()
         saved, damaged = newest(self._manager)
         if begun := unfinished(self._manager):
             _say(f"checkpoints in {self._path} that were not finished, and count as none: step {begun}.")

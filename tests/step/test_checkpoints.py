@@ -203,6 +203,27 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     same_bits(restored(tmp_path, group(2))[1], calm)
 
 
+def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
+        state, _ = step(state, ROWS[:8])
+        checkpoints.save(state)
+        again, _ = checkpoints.restore(state)
+        assert int(again.step) == 1
+        same_bits(again, state)
+
+
+def test_an_older_checkpoint_is_not_removed_for_newer_ones(trained: Path, group: Callable[[int], fddp.Group]):
+    """Of a run that went on from an older one: what it has just saved stays."""
+    next((trained / "6").rglob("manifest.ocdbt")).unlink()
+    step, state = make(group(2))
+    with fddp.Checkpoints(trained, step, every=100, keep=1) as checkpoints:
+        state, _ = checkpoints.restore(state)
+        state, _ = step(state, ROWS[:8])
+        checkpoints.save(state, now=True)
+    assert sorted(path.name for path in trained.iterdir()) == ["5", "6"]
+
+
 def test_what_a_killed_process_began_to_write_is_removed(trained: Path, group: Callable[[int], fddp.Group]):
     begun = trained / "8.orbax-checkpoint-tmp"
     begun.mkdir()
