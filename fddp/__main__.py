@@ -19,6 +19,7 @@ from fddp.analysis.flight import read_flights, told
 from fddp.analysis.tuning.search import tune_model
 from fddp.analysis.workload import read_model, read_workload
 from fddp.runtime.supervisor import Job, launcher, supervise
+from fddp.runtime.vendors import loaded
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
 
@@ -68,7 +69,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 def run_run(chosen: argparse.Namespace) -> int:
     by = chosen.by or ("mpiexec" if chosen.hosts or find_spec("mpi4jax") else "processes")
-    program = launcher() if by == "mpiexec" else None
+    program = launcher(loaded()[0]) if by == "mpiexec" else None
     if chosen.by == "mpiexec" and program is None:
         raise ValueError("--by mpiexec: there is none here; install the extra 'mpi', or take --by processes.")
     hosts = [host for host in chosen.hosts.split(",") if host]

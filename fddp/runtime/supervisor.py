@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import IO, NamedTuple
@@ -100,6 +100,8 @@ def supervise(job: Job) -> int:
                 return ended.code
             _say(f"{ended.words}: restart {start + 1} of {job.restarts}, with {ranks} ranks.")
             time.sleep(PAUSE_S)
+            if told:
+                return ended.code
     raise AssertionError("count never ends")
 
 
@@ -115,13 +117,17 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]
     """Starts all ranks and waits for their end."""
     commands = [_by_mpiexec(job, hosts)] if job.mpiexec else [list(job.command)] * job.ranks
     worlds = [{}] if job.mpiexec else _worlds(job.ranks)
-    processes = [_start(command, {**env, **world}) for command, world in zip(commands, worlds)]
+    processes = list[subprocess.Popen[bytes]]()
     prefixes = [""] if job.mpiexec or job.ranks == 1 else [f"[{rank}] " for rank in range(job.ranks)]
-    readers = [reader for process, prefix in zip(processes, prefixes) for reader in _shown(process, prefix)]
     try:
+        for command, world in zip(commands, worlds):
+            processes.append(_start(command, {**env, **world}))
+        readers = [reader for process, prefix in zip(processes, prefixes) for reader in _shown(process, prefix)]
         first = _wait(processes, told)
     finally:
-        _signal(processes, signal.SIGKILL)
+        for process in processes:  # also what a rank that is gone has started itself
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
     for reader in readers:
         reader.join(END_S)  # a watcher may outlive its rank, and has the last word
     if first is None:
@@ -142,7 +148,7 @@ def _wait(processes: Sequence[subprocess.Popen], told: list[int]) -> int | None:
             until = time.monotonic() + END_S if first is not None else until
         for number in told[passed:]:  # who ends the job may be told so twice
             _signal(processes, number)
-            until = time.monotonic() + END_S if number == signal.SIGINT else until
+            until = time.monotonic() + END_S if number != signal.SIGTERM else until
         passed = len(told)
         if time.monotonic() > until:
             _signal(processes, signal.SIGKILL)
@@ -207,7 +213,8 @@ def _told() -> Iterator[list[int]]:
     came = list[int]()
     before = {
         number: signal.signal(number, lambda number, frame: came.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN  # as nohup has it
     }
     try:
         yield came
