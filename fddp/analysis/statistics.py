@@ -25,7 +25,7 @@ class Stats:
     iteration: int
     """Steps that this object has run."""
     skipped_steps: int
-    """With `skip_nonfinite`: those of them that changed nothing, as their gradients were not finite."""
+    """With `skip_nonfinite`: those of them that changed nothing, as far as is known: steps under way are not."""
     num_parameter_tensors: int
     total_parameter_size_bytes: int
     bucket_cap_bytes: float

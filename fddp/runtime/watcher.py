@@ -206,7 +206,7 @@ def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: 
     sent = [
         {
             "number": number,
-            "step": step,
+            "step": step + own["before"],
             "name": name.rstrip(b"\0").decode(errors="replace"),
             "nbytes": nbytes,
             "began_s": begin - now,

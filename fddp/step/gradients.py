@@ -51,6 +51,8 @@ def value_and_grad(
     """
     check_callable("value_and_grad", "loss_fn", loss_fn)
     settings = read_options("value_and_grad", options | {"donate": False})
+    if settings.check_replicas_every:
+        raise ValueError("check_replicas_every is for train_step: value_and_grad has no state to compare.")
     if settings.skip_nonfinite:
         raise ValueError(
             "skip_nonfinite=True is for train_step: value_and_grad has no step to skip. Its gradients are equal on all "

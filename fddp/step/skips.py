@@ -2,6 +2,7 @@
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,15 @@ class Skips:
         """How many, as far as is known."""
         self._going = deque[tuple[int, StepInfo]]()
 
-    def note(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
+    def note(
+        self, group: Group, plan: BucketPlan, chosen: Callable[[], tuple[int, ...]], number: int, info: StepInfo
+    ) -> None:
         """Notes a step, and tells of those that are over whether they were skipped.
 
         Args:
           group: the replicas.
           plan: the order of readiness.
-          chosen: numbers of the trained leaves.
+          chosen: gives the numbers of the trained leaves.
           number: of the step.
           info: what it told.
         """
@@ -38,12 +41,14 @@ class Skips:
             number, info = self._going.popleft()
             if _here(info.skipped)[0]:
                 self.count += 1
-                self._tell(group, plan, chosen, number, info)
+                self._tell(group, plan, chosen(), number, info)
 
     def _tell(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
         ready = [i for bucket in plan.buckets for i in bucket.leaves]
         name = f"fddp: rank {group.rank} of {group.processes}: step {number} was skipped"
-        for replica, broken in enumerate(_here(info.broken)):
+        each = _here(info.broken)
+        devices = len(each) // (group.size // group.processes)  # of a replica
+        for replica, broken in enumerate(each[::devices]):
             leaves = [i for i in ready if i in chosen and broken[chosen.index(i)]]
             if leaves:
                 of = f"its gradient of {plan.leaves[leaves[0]].name} was the first that is not finite"

@@ -103,7 +103,7 @@ class TrainStep:
         self._settled = settled = compare(self._settled, state, batch)
         (state, info), hook_state = synchronize(settled, state, batch)
         self.steps += 1
-        self.skips.note(self.group, settled.plan, settled.replica.chosen(state.params), self.steps, info)
+        self.skips.note(self.group, settled.plan, partial(settled.replica.chosen, state.params), self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)
