@@ -17,6 +17,7 @@ def end(how: str, group: fddp.Group) -> None:
     if how == "exit":
         sys.exit(3)
     if how.startswith("interrupted"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what they start behind them ignore it
         os.kill(os.getpid(), signal.SIGINT)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
