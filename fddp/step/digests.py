@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from fddp.buckets import to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
 from fddp.step.state import TrainState
 
@@ -71,16 +72,9 @@ def _digests(tree: Any) -> UInt32[Array, " leaves"]:
 
 def _digest(x: Array) -> UInt32[Array, ""]:
     """A sum over words and their places, which any single bit changes."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([jnp.real(x), jnp.imag(x)])
-    if x.dtype.itemsize == 1:  # also what has fewer bits
-        words = (
-            x.astype(jnp.int32).astype(jnp.uint32) if not jnp.issubdtype(x.dtype, jnp.floating) else x.view(jnp.uint8)
-        )
-    else:
-        words = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    words = to_words(x)
+    if words.dtype.itemsize == 8:
+        words = jax.lax.bitcast_convert_type(words, jnp.uint32)
     words = words.reshape(-1).astype(jnp.uint32)
     places = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
     return jnp.sum(words * (places * jnp.uint32(ODD)), dtype=jnp.uint32)
