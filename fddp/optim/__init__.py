@@ -5,6 +5,7 @@ This room imports losses.
 
 from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out
 from fddp.optim.loss_scale import DynamicScaleState as DynamicScaleState
+from fddp.optim.loss_scale import all_finite as all_finite
 from fddp.optim.loss_scale import dynamic_scale as dynamic_scale
 from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.updates import check_needs as check_needs

@@ -85,7 +85,7 @@ def dynamic_scale(
         return DynamicScaleState(jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        finite = _all_finite(updates)
+        finite = all_finite(updates)
         moved, moved_inner = inner.update(updates, state.inner, params, **extra)
         # Minus zero is what every number, plus zero and minus zero too, can be added to without a change.
         moved = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), moved)
@@ -129,5 +129,6 @@ def _check_params(params: Any) -> None:
             )
 
 
-def _all_finite(grads: Any) -> Bool[Array, ""]:
+def all_finite(grads: Any) -> Bool[Array, ""]:
+    """Whether all gradients of a tree are finite."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]))

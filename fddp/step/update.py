@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fddp.comm import laid_out
-from fddp.optim import DynamicScaleState, update
+from fddp.optim import DynamicScaleState, all_finite, update
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, StepInfo, TrainState
 
@@ -37,7 +37,7 @@ def updated(
 
 def _if_finite(grads: Any, new: TrainState, old: TrainState) -> tuple[TrainState, Any]:
     """The new state where the mean gradients are finite, else the old one; whether it is that."""
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]))
+    finite = all_finite(grads)
 
     def chosen(new: Any, old: Any) -> Any:
         # It skips such steps by itself, and has a scale to lower.
