@@ -51,12 +51,12 @@ START_S = 10.0
 GRACE_S = 1.5
 TOLD = 4096  # bytes in which rank 0 tells the others of its watcher
 SIOCGIFADDR = 0x8915
-# Both modules stand alone: to import them as fddp's would load JAX.
+# That package stands alone: to import it as fddp's would load JAX.
 WATCHER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import verdicts, watcher
-watcher.main(json.load(sys.stdin), verdicts.judge, verdicts.judge_alone)
+from watcher.main import main
+main(json.load(sys.stdin))
 """
 
 

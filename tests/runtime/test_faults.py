@@ -10,8 +10,8 @@ from processes import case, launch, written
 
 from fddp.analysis.flight import read_flights
 from fddp.analysis.flight import told as flight
-from fddp.runtime.verdicts import AFTER_S, PATIENCE, Verdict, judge
-from fddp.runtime.watcher import STOP_S, Stop, stop_of
+from fddp.runtime.watcher.main import STOP_S, Stop, stop_of
+from fddp.runtime.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge
 
 ### What the watchers conclude
 

@@ -1,0 +1,96 @@
+"""How watchers talk to each other: lines of JSON over TCP, to who knows the job's token, through rank 0's watcher."""
+
+import hmac
+import json
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from mmap import mmap
+from typing import Any
+
+EVERY_S = 0.25  # between two looks at the rank, and two reports of it
+MOST = 1 << 16  # bytes of a line
+
+Links = dict[socket.socket, bytearray]
+
+
+def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
+    """The door of rank 0's watcher, or the way there."""
+    if job["rank"] == 0:
+        door = socket.create_server((job["bind"], 0), backlog=job["size"])
+        struct.pack_into("<Q", memory, job["port"], door.getsockname()[1])
+        return door, {}
+    for host, port in job["addresses"]:
+        try:
+            link = socket.create_connection((host, port), timeout=2.0)
+            link.sendall(job["token"].encode() + b"\n")
+            return None, {link: bytearray()}
+        except OSError:
+            continue
+    say(f"rank {job['rank']} of {job['size']} reaches no watcher at {job['addresses']}.")
+    return None, {}
+
+
+def welcome(door: socket.socket, links: Links, token: str) -> None:
+    """Takes in who knows the token; others are not answered."""
+    link, _ = door.accept()
+    link.settimeout(1.0)
+    try:
+        said = b""
+        while len(said) <= len(token) and not said.endswith(b"\n"):
+            more = link.recv(len(token) + 1 - len(said))
+            if not more:
+                break
+            said += more
+        if hmac.compare_digest(said, token.encode() + b"\n"):
+            links[link] = bytearray()
+            return
+    except OSError:
+        pass
+    link.close()
+
+
+def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
+    """What came; a link that ends or says what is no line of ours is closed."""
+    buffer = links[link]
+    try:
+        more = link.recv(MOST)
+        buffer += more
+        *whole, rest = bytes(buffer).split(b"\n")
+        said = [json.loads(line) for line in whole]
+        if not more or len(rest) > MOST or not all(isinstance(line, dict) for line in said):
+            raise ValueError
+        links[link] = bytearray(rest)
+        yield from said
+    except (OSError, ValueError):
+        del links[link]
+        link.close()
+
+
+def wait_for_others(links: Links, seconds: float) -> None:
+    """Waits until the watchers of other ranks have ended theirs, and themselves."""
+    until = time.monotonic() + seconds
+    while links and time.monotonic() < until:
+        ready, _, _ = select.select([*links], [], [], EVERY_S)
+        for link in ready:
+            list(lines(link, links))
+
+
+def send(links: Links, line: Mapping[str, Any]) -> None:
+    text = json.dumps(line).encode() + b"\n"
+    for link in list(links):
+        try:
+            link.sendall(text)
+        except OSError:
+            del links[link]
+            link.close()
+
+
+def say(text: str) -> None:
+    """Writes a line to the rank's stderr, if somebody still reads there."""
+    with suppress(OSError):
+        print(f"fddp: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""What a watcher knows of its rank: what it wrote down, whether it lives; and how it is ended.
+
+Source: the monitor process of NVIDIA's resiliency extension.
+"""
+
+import json
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+
+def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Makes a function that reads what the rank wrote down."""
+    head, answer = struct.Struct(job["head"]), struct.Struct(job["answer"])
+    lived, changed = -1, time.monotonic()
+
+    def text(place: int) -> str:
+        return memory[place : place + job["text"]].rstrip(b"\0").decode(errors="replace")
+
+    def read() -> dict[str, Any]:
+        nonlocal lived, changed
+        counts = dict(zip(job["heads"], head.unpack_from(memory, 0)))
+        life, moved = counts.pop("life"), counts.pop("moved")
+        now = time.monotonic()
+        if life != lived:
+            lived, changed = life, now
+        return {
+            "rank": job["rank"],
+            "still": now - moved,
+            "lifeless": now - changed,
+            "doing": text(job["doing"]),
+            "done": text(job["doing"]) in job["done"],
+            "sending": text(job["sending"]),
+            "stopped": stopped(job["parent"]),
+            "told": bool(memory[job["stopping"]]),
+            **counts,
+            **dict(zip(("asks", "between_s", "agreed"), answer.unpack_from(memory, job["answered"]))),
+        }
+
+    return read
+
+
+def stopped(process: int) -> bool:
+    """Whether a process was stopped, by a signal or a debugger; where there is no /proc nobody knows."""
+    try:
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
+def death(parent: int) -> Callable[[], float | None]:
+    """Makes a function that tells when the process that started this one ended."""
+    at: float | None = None
+
+    def died() -> float | None:
+        nonlocal at
+        if at is None and os.getppid() != parent:
+            at = time.monotonic()
+        return at
+
+    return died
+
+
+def pidfd(process: int) -> list[int]:
+    """What becomes ready at once when a process ends; nothing where the system has no such thing."""
+    try:
+        return [os.pidfd_open(process)] if hasattr(os, "pidfd_open") else []
+    except OSError:
+        return []
+
+
+def end(
+    memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str, died: Callable[[], float | None]
+) -> None:
+    """Ends the rank: it is asked to, and killed if it does not hear; writes down what it sent last."""
+    record(memory, job, own, words)
+    struct.pack_into(job["verdict"], memory, job["ending"], True, words.encode()[:511])
+    until = time.monotonic() + job["grace_s"]
+    while not died() and time.monotonic() < until:
+        time.sleep(0.05)
+    if not died():
+        os.kill(job["parent"], signal.SIGKILL)
+
+
+def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str) -> None:
+    """Writes the last messages of the rank to a file, for `python -m fddp flight`."""
+    layout, now = struct.Struct(job["message"]), time.monotonic()
+    rows = [layout.unpack_from(memory, job["ring"] + k * layout.size) for k in range(job["messages"])]
+    sent = [
+        {
+            "number": number,
+            "step": step + own["before"],
+            "name": name.rstrip(b"\0").decode(errors="replace"),
+            "nbytes": nbytes,
+            "began_s": begin - now,
+            "took_s": stop - begin if stop else None,
+        }
+        for number, step, begin, stop, nbytes, name in sorted(rows)
+        if begin
+    ]
+    own = {"rank": own["rank"], "steps": own["steps"] + own["before"], "doing": own["doing"]}
+    told = own | {"size": job["size"], "why": words}
+    with suppress(OSError):
+        folder = Path(job["flight"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{job['rank']}.json").write_text(json.dumps(told | {"messages": sent}, indent=1))
