@@ -26,6 +26,8 @@ class Stats:
     """Steps that this object has run."""
     skipped_steps: int
     """With `skip_nonfinite`: those of them that changed nothing, as far as is known: steps under way are not."""
+    watchers_said: str
+    """What the watchers of all ranks found last, a straggler, say; empty if nothing (`docs/faults.md`)."""
     num_parameter_tensors: int
     total_parameter_size_bytes: int
     bucket_cap_bytes: float
@@ -65,6 +67,7 @@ def stats(step: TrainStep) -> Stats:
         backend_name=group.backend,
         iteration=step.steps,
         skipped_steps=step.skips.count,
+        watchers_said=group.journal.verdict().words,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
         bucket_cap_bytes=options.bucket_cap_mb * MiB,

@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 from typing import Any, NamedTuple
+
+from fddp.comm.pace import Pace, Usual
 
 MESSAGES = 64  # that are kept
 WAIT_S = 0.01
@@ -21,11 +22,11 @@ BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
 STEP, LAUNCHED = "step", "launched"  # before the first task of a step, when it may compile; and when it is XLA's
 
 # Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
-# begun; when the rank last moved; seconds that a step mostly takes; whether it is in a call of all ranks; steps of the
-# training before this process began.
-HEAD = struct.Struct("<QQQQdd?q")
-HEADS = ("life", "steps", "calls", "messages", "moved", "typical", "together", "before")
-TEXT = struct.Struct("<120s")  # what it does, and what it sends
+# begun; batches added without a message before the last such call, and before the one before it; when the rank last
+# moved; whether it is in a call of all ranks; steps of the training before this process began; and its pace.
+HEAD = struct.Struct("<QQQQQQd?qdddd")
+HEADS = ("life", "steps", "calls", "messages", "added", "added_before", "moved", "together", "before", *Usual._fields)
+TEXT = struct.Struct("<120s")  # what it does, what it sends, and where the main thread is
 MESSAGE = struct.Struct("<QQddQ120s")  # number, step, begin, end, bytes, name
 VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
 # What ranks agree on when one was told to end soon. This one writes whether it was, how often it has asked, the seconds
@@ -33,7 +34,7 @@ VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
 # proposed, and whether all have agreed.
 ANSWER, PROPOSAL = struct.Struct("<qdq"), struct.Struct("<q?")
 
-DOING, SENDING, ENDING, STOPPING, RING = 64, 192, 320, 896, 1024
+DOING, SENDING, PLACE, ENDING, STOPPING, RING = 128, 256, 384, 512, 1088, 1280
 ANSWERED, PROPOSED = STOPPING + 1, STOPPING + 1 + ANSWER.size
 SIZE = RING + MESSAGES * MESSAGE.size
 
@@ -57,8 +58,9 @@ class Journal:
         self.memory = bytearray(SIZE) if memory is None else memory
         self.processes = processes
         self._lock, self._launched = threading.RLock(), deque[Any]()
-        self._began, self._between, self._typical = 0.0, deque[float](maxlen=100), 0.0
+        self._pace, self._computing = Pace(), 0.0
         self._life = self._steps = self._calls = self._messages = self._before = 0
+        self._adds, self._added = 0, (0, 0)
         self._inside = self._together = False
         self._asked, self._asked_at = 0, time.monotonic()
         self.say(BETWEEN)
@@ -70,13 +72,14 @@ class Journal:
         Args:
           processes: how many take part in it.
         """
-        now, before, self._began = time.monotonic(), self._began, time.monotonic()
         self._steps += 1
-        if self._steps > 2:  # the first one compiles
-            self._between.append(now - before)
-            self._typical = median(self._between) if self._steps < 10 or self._steps % 10 == 0 else self._typical
+        self._computing = 0.0
+        pace = self._pace if processes == self.processes else Pace()
+        pace.begin(time.monotonic())
         with self._of(STEP, processes):
             yield
+        hidden = bool(self._launched) and _on_its_way(self._launched[-1])
+        pace.end(time.monotonic(), self._computing, hidden=hidden)
 
     @contextmanager
     def call(self, name: str, processes: int) -> Iterator[None]:
@@ -102,6 +105,24 @@ class Journal:
         with self._lock:
             struct.pack_into("<d", self.memory, place + struct.calcsize("<QQd"), time.monotonic())
             self._write(SENDING, "")
+
+    def computed(self, seconds: float) -> None:
+        """Notes how long the step that is under way has computed, where that is known."""
+        self._computing = seconds
+
+    def adds(self, processes: int) -> None:
+        """Notes a batch that is added without a message.
+
+        Args:
+          processes: how many will take part in the step that sends it.
+        """
+        self._adds += processes == self.processes
+        self.say("no_sync")
+
+    def at(self, place: str) -> None:
+        """Notes where in the script the main thread is; any thread may tell."""
+        with self._lock:
+            TEXT.pack_into(self.memory, PLACE, _short(place))
 
     def goes_on(self, after: int) -> None:
         """Notes that this process goes on with a training.
@@ -169,6 +190,7 @@ class Journal:
     def _of(self, doing: str, processes: int) -> Iterator[None]:
         self._inside, self._together = True, processes == self.processes
         self._calls += self._together
+        self._added = (self._adds, self._added[0]) if self._together else self._added
         self.say(LAUNCHED if self._launched else doing)
         try:
             yield
@@ -198,8 +220,9 @@ class Journal:
         self._write_head()
 
     def _write_head(self) -> None:
-        counts = (self._life, self._steps, self._calls, self._messages)
-        HEAD.pack_into(self.memory, 0, *counts, time.monotonic(), self._typical, self._together, self._before)
+        counts = (self._life, self._steps, self._calls, self._messages, *self._added)
+        pace, now = self._pace.usual, time.monotonic()
+        HEAD.pack_into(self.memory, 0, *counts, now, self._together, self._before, *pace)
 
 
 def _on_its_way(array: Any) -> bool:

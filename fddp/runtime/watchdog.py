@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -33,6 +34,7 @@ from fddp.comm.journal import (
     HEADS,
     MESSAGE,
     MESSAGES,
+    PLACE,
     PROPOSAL,
     PROPOSED,
     RING,
@@ -51,6 +53,8 @@ START_S = 10.0
 GRACE_S = 1.5
 TOLD = 4096  # bytes in which rank 0 tells the others of its watcher
 SIOCGIFADDR = 0x8915
+# Files in which a line says nothing of the user's script: those of fddp, of Python and of what was installed.
+NOT_THEIRS = (str(Path(__file__).parents[1]), "<", *(sysconfig.get_path(of) for of in ("stdlib", "purelib", "platlib")))
 # That package stands alone: to import it as fddp's would load JAX.
 WATCHER = """
 import json, sys
@@ -88,7 +92,7 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
     keys = group.hosts.all_gather(_host_key())
     alone = bool(np.all(keys == keys[0]))
     memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
-    places = {"doing": DOING, "sending": SENDING, "ending": ENDING, "port": PORT, "stopping": STOPPING}
+    places = {"doing": DOING, "sending": SENDING, "place": PLACE, "ending": ENDING, "port": PORT, "stopping": STOPPING}
     ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
     stop = {"answer": ANSWER.format, "answered": ANSWERED, "proposal": PROPOSAL.format, "proposed": PROPOSED}
     done = {"done": (FINISHED, FAILED), "heads": HEADS}
@@ -113,10 +117,19 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
 
 
 def _live(journal: Journal) -> None:
-    """Shows that this interpreter runs, and ends the process when its watcher says so."""
+    """Shows that this interpreter runs, and where; ends the process when its watcher says so."""
     while not journal.live().end:
         time.sleep(SIGN_S)
+        journal.at(_place())
     leave()
+
+
+def _place() -> str:
+    """The line of the user's that the main thread is in, or has called from; empty where there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
 
 def _start(job: dict) -> None:

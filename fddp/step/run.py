@@ -72,9 +72,10 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
     Returns:
       What `use` made of them, and the state of the hook.
     """
-    group = settled.replica.group
+    group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery.attempt():
         result, memory = settled.runner.run(*_arguments(settled, state), batch)
+        group.journal.computed(timeline().computing if timeline else 0.0)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(jax.tree.leaves(result[1])[-1])
     hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
@@ -85,7 +86,7 @@ def accumulate(settled: Settled, state: TrainState, batch: Any) -> tuple[TrainSt
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
     replicated, pending, _ = _arguments(settled, state)
-    settled.replica.group.journal.say("no_sync")
+    settled.replica.group.journal.adds(settled.replica.group.processes)
     accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)

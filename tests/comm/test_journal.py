@@ -2,10 +2,15 @@
 
 import struct
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 
+import fddp
 from fddp.comm.journal import (
     DOING,
     ENDING,
@@ -20,6 +25,7 @@ from fddp.comm.journal import (
     VERDICT,
     Journal,
 )
+from fddp.comm.pace import STEPS, Pace, Usual
 
 
 def head(journal: Journal) -> dict[str, Any]:
@@ -39,6 +45,65 @@ def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
             assert (head(journal)["together"], text(journal, DOING)) == (together, "stage 1")
         assert (head(journal)["together"], text(journal, DOING)) == (False, "between steps")
     assert (head(journal)["steps"], head(journal)["calls"]) == (2, 1)
+
+
+def test_the_pace_is_what_three_of_four_steps_take_at_least():
+    pace, clock = Pace(), 0.0
+    for number in range(1 + STEPS + 1):
+        clock += 1.0 if number % 2 else 0.25  # between two steps
+        pace.begin(clock)
+        clock += 2.0
+        pace.end(clock, 1.5, hidden=False)
+    assert pace.usual == Usual(typical=2.25, between=0.25, inside=2.0, computing=1.5)
+
+
+def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
+    pace, clock = Pace(), 0.0
+    for number in range(60):
+        clock += 100.0 if number in (0, 25) else 0.5
+        pace.begin(clock)
+        clock += 100.0 if number == 0 else 1.0
+        pace.end(clock, 100.0 if number == 0 else 0.75, hidden=False)
+    assert pace.usual == Usual(typical=1.5, between=0.5, inside=1.0, computing=0.75)
+
+
+def test_what_lies_between_steps_that_python_does_not_wait_for_is_unknown():
+    pace = Pace()
+    for number in range(STEPS):
+        pace.begin(float(number))
+        pace.end(number + 0.125, 0.0, hidden=True)
+    assert pace.usual == Usual(typical=1.0, between=0.0, inside=0.125, computing=0.0)
+
+
+def test_steps_of_some_ranks_tell_nothing_of_the_pace_of_all():
+    journal = Journal(processes=3)
+    for _ in range(STEPS):
+        with journal.step(2):
+            pass
+    assert head(journal)["typical"] == 0.0
+
+
+def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
+    journal = Journal(processes=2)
+    for added in (2, 0, 1):
+        for _ in range(added):
+            journal.adds(2)
+        journal.adds(1)  # of another group
+        with journal.step(2):
+            pass
+    journal.adds(2)  # not yet sent
+    assert (head(journal)["added"], head(journal)["added_before"]) == (3, 2)
+
+
+@pytest.mark.steps
+def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[int], fddp.Group]):
+    own = replace(group(2), journal=Journal())
+    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after")
+    state = step.init(jnp.zeros(()))
+    for _ in range(STEPS):
+        state, _ = step(state, jnp.ones(8))
+    told = head(own.journal)
+    assert 0 < told["computing"] < told["inside"] < told["typical"]
 
 
 def test_what_hosts_say_to_each_other_is_a_call_and_no_step():

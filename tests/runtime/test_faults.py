@@ -11,6 +11,7 @@ from processes import case, launch, written
 from fddp.analysis.flight import read_flights
 from fddp.analysis.flight import told as flight
 from fddp.runtime.watcher.main import STOP_S, Stop, stop_of
+from fddp.runtime.watcher.remarks import remarks
 from fddp.runtime.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge
 
 ### What the watchers conclude
@@ -22,6 +23,12 @@ GOING = {
     "messages": 104,
     "doing": "between steps",
     "sending": "",
+    "place": "",
+    "added": 0,
+    "added_before": 0,
+    "between": 0.001,
+    "inside": 0.009,
+    "computing": 0.006,
     "still": 0.1,
     "lifeless": 0.2,
     "typical": 0.01,
@@ -153,6 +160,67 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     )  # it took part in that step
 
 
+### What they tell of ranks that go on
+
+
+def told_of(*ranks: dict[str, Any]) -> list[str]:
+    return list(remarks({one["rank"]: one for one in ranks}).values())
+
+
+def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
+    slow = {"between": 0.001, "computing": 0.034, "typical": 0.04}
+    assert told_of(rank(0), rank(1), rank(2, **slow)) == [
+        "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others (7.0 ms), most of it "
+        "computing"
+    ]
+    (words,) = told_of(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
+    assert words.startswith("rank 0 is slow: its own part of a step takes 1.0 s, 147.7 times")
+    assert words.endswith("most of it between steps (its input, say)")
+
+
+def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
+    one = {"computing": 0.0, "typical": 0.06}
+    ranks = [rank(0, inside=0.055, **one), rank(1, inside=0.055, **one), rank(2, inside=0.01, between=0.05, **one)]
+    (words,) = told_of(*ranks)
+    assert words.startswith(
+        "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others (11.0 ms)"
+    )
+    assert told_of(*ranks[:2]) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"computing": 0.017},  # less than three times
+        {"computing": 0.034, "typical": 0.2},  # nobody waits for it
+        {"computing": 0.034, "typical": 0.04, "steps": 19},  # not known for long
+        {"computing": 0.034, "typical": 0.04, "gone": 99.0},
+    ],
+)
+def test_no_other_rank_is_called_slow(told: dict[str, Any]):
+    assert told_of(rank(0), rank(1), rank(2, **told)) == []
+
+
+def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
+    words = (
+        "rank 1 has called no_sync 9 times by step 52, and rank 0 6 times: call it equally often on each rank, or they "
+        "will not have equally many steps"
+    )
+    assert told_of(rank(0, added=9), rank(1, added=9)) == []
+    assert told_of(rank(0, added=6), rank(1, added=9)) == [words]
+    waits = {"calls": 56, "steps": 52, "added": 12}  # in the next step
+    assert told_of(rank(0, added=9), rank(1, added_before=9, **waits)) == []
+    assert told_of(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
+    assert told_of(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []  # a step that nobody remembers
+
+
+def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
+    verdict = conclude(waiting(0, 11.0), rank(1, still=11.0, place="load (train.py:34)"))
+    assert (
+        verdict is not None and "rank 1 is between steps 52 and 53, load (train.py:34); rank 0 waits" in verdict.words
+    )
+
+
 ### Real ranks
 
 TOLD_S = 20.0
@@ -224,7 +292,8 @@ def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int,
 @pytest.mark.slow
 def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
     _, lines = broken(tmp_path, "gloo", 2, "spin")
-    assert any("rank 1 is between steps 20 and 21; rank 0 waits in step 21" in line for line in lines)
+    spins = r"rank 1 is between steps 20 and 21, spin \(faults\.py:\d+\); rank 0 waits in step 21"
+    assert any(re.search(spins, line) for line in lines)
     assert any("nothing has moved for 40 s" in line for line in lines)
 
 
@@ -239,6 +308,24 @@ def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_
     outcome = launch(backend, size, "faults.py", "pause", "staged", folder=tmp_path, timeout_s=60)
     assert outcome.succeeded
     assert outcome.outputs == ("trained 200\n",) * size
+
+
+@on_ranks("backend, size, schedule", (MPI, "staged"), (GLOO, "fused"))
+def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
+    backend: str, size: int, schedule: str, tmp_path: Path
+):
+    outcome = launch(backend, size, "faults.py", "slow", schedule, folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    lines = "\n".join(written(tmp_path, size)).splitlines()
+    for number in range(size):
+        mine = [line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")]
+        (slow,) = [line for line in mine if f"rank {size - 1} is slow" in line]
+        assert "between steps (its input, say)" in slow
+        (more,) = [line for line in mine if "no_sync" in line]
+        assert f"rank {size - 1} has called no_sync 1 times by step" in more
+        assert more.endswith("they will not have equally many steps.")
+    # What was said last stands in the step's own numbers.
+    assert all("slow" in output or "no_sync" in output for output in outcome.outputs)
 
 
 @on_ranks("backend, size", (MPI,), (GLOO,))

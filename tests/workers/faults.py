@@ -13,7 +13,7 @@ import optax
 
 import fddp
 
-STALL_S = 2.0
+STALL_S, SLOW_S = 2.0, 0.05
 
 
 def spin() -> None:
@@ -44,8 +44,13 @@ def main(how: str, schedule: str) -> None:
         lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2), optax.sgd(0.1), schedule=schedule, bucket_cap_mb=0
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    for number in range(200 if how in ("early", "pause") else 100_000):
-        if broken and number == 20:
+    ends = {"early": 200, "pause": 200, "slow": 80}
+    for number in range(ends.get(how, 100_000)):
+        if broken and how == "slow" and number >= 20:
+            if number == 20:
+                state, _ = step.no_sync(state, np.ones((4, 4), np.float32))
+            time.sleep(SLOW_S)
+        elif broken and number == 20:
             if how == "early":
                 break
             if how == "raise_exit":
@@ -56,6 +61,8 @@ def main(how: str, schedule: str) -> None:
         if how == "preempt" and fddp.preempted():
             print(f"saved {int(state.step)}")
             break
+    if how == "slow":
+        print(fddp.stats(step).watchers_said)
     if how == "pause":
         print(f"trained {int(state.step)}")
 

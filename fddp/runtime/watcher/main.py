@@ -1,7 +1,7 @@
 """The process beside each rank that watches it: started by `watchdog.py`.
 
 It reads what its rank writes down (`fddp.comm.journal`), tells it to the watcher of rank 0, which judges
-(`verdicts.py`), and ends its rank when the job is to end. It shares no interpreter with its rank, so that
+(`verdicts.py`, `remarks.py`), and ends its rank when the job is to end. It shares no interpreter with its rank, so that
 a rank that is stopped, held in a debugger or killed cannot silence it. Lines of JSON travel, to who knows the job's
 token.
 
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from .links import EVERY_S, lines, meet, say, send, wait_for_others, welcome
 from .rank import death, end, pidfd, reader
-from .verdicts import judge, judge_alone
+from .remarks import remarks
+from .verdicts import Verdict, judge, judge_alone
 
 STOP_S, LEAST_S = 1.5, 1e-3  # so long until all have heard where they are to stop, if a step takes no less than this
 LAST_S = 5.0  # so long the watcher of a rank that died waits for what the others' say of it
@@ -42,7 +43,7 @@ def main(job: dict[str, Any]) -> None:
     door, links = meet(memory, job)
     ears = [*([door] if door else []), *pidfd(job["parent"])]
     reports: dict[int, dict[str, Any]] = {}
-    said, before, sent, stop = "", None, 0.0, Stop(0, False)
+    said, before, sent, stop, remarked = "", None, 0.0, Stop(0, False), set[str]()
     heard = born = time.monotonic()
     while True:
         ready, _, _ = select.select([*ears, *links], [], [], EVERY_S)
@@ -66,6 +67,9 @@ def main(job: dict[str, Any]) -> None:
         else:
             found = judge(reports, now, job["stall_s"]) if all_here else None
             stop = stop_of(reports, stop)
+            for about, words in remarks(reports).items():
+                verdicts += [] if about in remarked else [Verdict(words, False)._asdict()]
+                remarked.add(about)
         struct.pack_into(job["proposal"], memory, job["proposed"], *stop)
         verdicts += [found._asdict()] if found else []
         news = own["gone"] and not before
@@ -80,6 +84,7 @@ def main(job: dict[str, Any]) -> None:
         for verdict in verdicts:
             if not own["done"] and verdict["words"] != said:
                 said = verdict["words"]
+                struct.pack_into(job["verdict"], memory, job["ending"], False, said.encode()[:511])
                 say(f"rank {rank} of {job['size']}: {said}.")
             if verdict["end"]:
                 # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.

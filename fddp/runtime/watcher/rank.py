@@ -14,6 +14,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+from .links import EVERY_S
+
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Makes a function that reads what the rank wrote down."""
@@ -30,10 +32,12 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
         now = time.monotonic()
         if life != lived:
             lived, changed = life, now
+        still, lifeless = now - moved, now - changed
         return {
             "rank": job["rank"],
-            "still": now - moved,
-            "lifeless": now - changed,
+            "still": still,
+            "lifeless": lifeless,
+            "place": text(job["place"]) if still > lifeless + EVERY_S else "",  # where it has been since it moved last
             "doing": text(job["doing"]),
             "done": text(job["doing"]) in job["done"],
             "sending": text(job["sending"]),

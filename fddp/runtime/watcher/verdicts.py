@@ -117,11 +117,12 @@ def where(one: Report) -> str:
     number = one["steps"] + one["before"]  # of the training, which may have begun in another process
     if one["together"] and one["doing"] in ("all_gather", "broadcast"):
         return f"in {one['doing']} after step {number}"
-    if not one["together"]:
-        between = f"between steps {number} and {number + 1}" if one["steps"] else "before its first step"
-        return between + (f", {one['doing']}" if one["doing"] not in ("between steps", "step") else "")
-    doing = "" if one["doing"] == "step" else f", {one['doing']}"
-    return f"in step {number}" + (f" for {one['sending']}" if one["sending"] else doing)
+    # What a task is called says where it is; where it is in no task, the line of the script does.
+    doing = one["place"] if one["doing"] in ("between steps", "step") else one["doing"]
+    doing = f", {doing}" if doing else ""
+    if one["together"]:
+        return f"in step {number}" + (f" for {one['sending']}" if one["sending"] else doing)
+    return (f"between steps {number} and {number + 1}" if one["steps"] else "before its first step") + doing
 
 
 def judge_alone(own: Report, heard: float, now: float, stall_s: float | None) -> Verdict | None:
@@ -136,7 +137,15 @@ def judge_alone(own: Report, heard: float, now: float, stall_s: float | None) ->
     Returns:
       The verdict, or None as long as nobody knows that anything is wrong.
     """
-    unknown = {"steps": -1, "calls": -1, "still": 0.0, "lifeless": 0.0, "together": False, "stopped": False}
+    unknown = {
+        "steps": -1,
+        "calls": -1,
+        "still": 0.0,
+        "lifeless": 0.0,
+        "together": False,
+        "stopped": False,
+        "place": "",
+    }
     first = {**own, **unknown, "rank": 0, "gone": None, "done": False, "heard": heard}
     reports = {0: first, own["rank"]: own}
     return judge(reports, now, stall_s) if now - heard > silence(reports, stall_s) else None
