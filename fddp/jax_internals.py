@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax._src import config, distributed, mesh
+from jax._src import config, core, distributed, mesh
 
 # As in jax.extend.core, whose package loads all of Pallas with it.
 from jax._src.core import ClosedJaxpr as ClosedJaxpr
@@ -239,6 +239,11 @@ asked_for = config.explicit_device_put_scope
 def without_jit() -> bool:
     """Whether this is inside of `jax.disable_jit()`."""
     return config.disable_jit.value
+
+
+def transformed() -> bool:
+    """Whether this is inside of a function that JAX traces: under jit, grad, vmap and their like."""
+    return not core.trace_state_clean()
 
 
 def _set(setting: Any, value: Any) -> Any:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from fddp.comm.pace import Pace, Usual
@@ -58,39 +58,30 @@ class Journal:
         self.memory = bytearray(SIZE) if memory is None else memory
         self.processes = processes
         self._lock, self._launched = threading.RLock(), deque[Any]()
-        self._pace, self._computing = Pace(), 0.0
+        self._pace, self._other, self._computing = Pace(), Pace(), 0.0  # of steps of all ranks, and of all else
         self._life = self._steps = self._calls = self._messages = self._before = 0
         self._adds, self._added = 0, (0, 0)
         self._inside = self._together = False
         self._asked, self._asked_at = 0, time.monotonic()
         self.say(BETWEEN)
 
-    @contextmanager
-    def step(self, processes: int) -> Iterator[None]:
+    def step(self, processes: int) -> AbstractContextManager[None]:
         """Notes a step, from its first task to its last.
 
         Args:
           processes: how many take part in it.
         """
         self._steps += 1
-        self._computing = 0.0
-        pace = self._pace if processes == self.processes else Pace()
-        pace.begin(time.monotonic())
-        with self._of(STEP, processes):
-            yield
-        hidden = bool(self._launched) and _on_its_way(self._launched[-1])
-        pace.end(time.monotonic(), self._computing, hidden=hidden)
+        return self._of(STEP, processes, self._pace if processes == self.processes else self._other)
 
-    @contextmanager
-    def call(self, name: str, processes: int) -> Iterator[None]:
+    def call(self, name: str, processes: int) -> AbstractContextManager[None]:
         """Notes what hosts say to each other.
 
         Args:
           name: what they do.
           processes: how many take part in it.
         """
-        with self._of(name, processes):
-            yield
+        return self._of(name, processes, self._other)
 
     @contextmanager
     def message(self, name: str, nbytes: int) -> Iterator[None]:
@@ -187,10 +178,12 @@ class Journal:
         return Verdict(end, words.rstrip(b"\0").decode(errors="replace"))
 
     @contextmanager
-    def _of(self, doing: str, processes: int) -> Iterator[None]:
+    def _of(self, doing: str, processes: int, pace: Pace) -> Iterator[None]:
         self._inside, self._together = True, processes == self.processes
         self._calls += self._together
         self._added = (self._adds, self._added[0]) if self._together else self._added
+        self._computing = 0.0
+        pace.begin(time.monotonic())
         self.say(LAUNCHED if self._launched else doing)
         try:
             yield
@@ -203,6 +196,7 @@ class Journal:
             with self._lock:
                 self._inside = False
                 self._look(over=True)
+        pace.end(time.monotonic(), self._computing, hidden=bool(self._launched))
 
     def _look(self, over: bool = False) -> None:
         """Steps that were launched end one after the other, and Python may be many ahead of them."""

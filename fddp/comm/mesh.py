@@ -1,6 +1,8 @@
 """Replicas that are devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local)."""
 
+import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -119,13 +121,15 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
     single = mesh.shape[axis_name] == mesh.size  # a replica is one device
+    sharding = functools.cache(partial(NamedSharding, mesh))
+    fed_by_programs = single and sharding(per_replica).is_fully_addressable
     view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
 
     def spec(x: Any) -> PartitionSpec:
-        sharding = getattr(x, "sharding", None)
-        if single or not isinstance(sharding, NamedSharding) or not _same_devices(sharding.mesh, mesh):
+        own = getattr(x, "sharding", None)
+        if single or not isinstance(own, NamedSharding) or not _same_devices(own.mesh, mesh):
             return REPLICATED
-        entries = [_without(entry, axis_name) for entry in sharding.spec]
+        entries = [_without(entry, axis_name) for entry in own.spec]
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*entries)
@@ -136,17 +140,17 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         # Several devices of a replica hold what `place` gave them. Where results lie is said too: of arrays without
         # elements XLA finds that they are equal everywhere, and the next program would not take them.
         specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}
-        places: Any = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        places: Any = jax.tree.map(sharding, specs)
         return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: Any, where: PartitionSpec) -> Any:
         if single or where != REPLICATED:
-            return placed_alike(tree, NamedSharding(mesh, where))
-        return jax.tree.map(lambda x: placed(x, NamedSharding(mesh, spec(x))), tree)
+            return placed_alike(tree, sharding(where))
+        return jax.tree.map(lambda x: placed(x, sharding(spec(x))), tree)
 
     def feed(rows: Any) -> Any:
         # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
-        if single and NamedSharding(mesh, per_replica).is_fully_addressable and not _committed(rows):
+        if fed_by_programs and not _committed(rows):
             return rows
         return place(rows, per_replica)
 

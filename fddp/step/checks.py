@@ -6,19 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
+from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 
 
-def refuse_tracers(tree: Any) -> None:
+def refuse_transformations() -> None:
     """Says that a step cannot be part of another program."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+    if transformed():
         raise TypeError(
             "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
             "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fddp.comm import REPLICATED, Group
 from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
-from fddp.step.checks import refuse_tracers
+from fddp.step.checks import refuse_transformations
 from fddp.step.options import explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import compare, ready, synchronize
@@ -76,7 +76,7 @@ def value_and_grad(
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         nonlocal settled
-        refuse_tracers((params, batch))
+        refuse_transformations()
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         state = replica.group.placement.place(state, REPLICATED)

@@ -9,7 +9,7 @@ from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums
 from fddp.schedules import TaskList
-from fddp.step.checks import check_params, refuse_tracers, verify_collectives
+from fddp.step.checks import check_params, refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState
@@ -31,7 +31,7 @@ def ready(
     Returns:
       The settled step.
     """
-    refuse_tracers((state.params, batch))
+    refuse_transformations()
     refuse_deleted(state)
     if settled is None:
         return settle(replica, use, state, batch, call)
@@ -75,7 +75,8 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
     group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery.attempt():
         result, memory = settled.runner.run(*_arguments(settled, state), batch)
-        group.journal.computed(timeline().computing if timeline else 0.0)
+        if timeline:
+            group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(jax.tree.leaves(result[1])[-1])
     hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
