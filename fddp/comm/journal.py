@@ -89,12 +89,11 @@ class Journal:
         with self._lock:
             number, self._messages, start = self._messages, self._messages + 1, time.monotonic()
             place = RING + number % MESSAGES * MESSAGE.size
-            said = MESSAGE.pack(number, self._steps, start, 0.0, nbytes, _short(name))
-            self.memory[place : place + MESSAGE.size] = said
+            put(self.memory, place, MESSAGE.pack(number, self._steps, start, 0.0, nbytes, _short(name)))
             self._write(SENDING, name)
         yield
         with self._lock:
-            struct.pack_into("<d", self.memory, place + struct.calcsize("<QQd"), time.monotonic())
+            put(self.memory, place + struct.calcsize("<QQd"), struct.pack("<d", time.monotonic()))
             self._write(SENDING, "")
 
     def computed(self, seconds: float) -> None:
@@ -113,7 +112,7 @@ class Journal:
     def at(self, place: str) -> None:
         """Notes where in the script the main thread is; any thread may tell."""
         with self._lock:
-            TEXT.pack_into(self.memory, PLACE, _short(place))
+            put(self.memory, PLACE, TEXT.pack(_short(place)))
 
     def goes_on(self, after: int) -> None:
         """Notes that this process goes on with a training.
@@ -146,13 +145,13 @@ class Journal:
         """
         with self._lock:
             self._life += 1
-            struct.pack_into("<Q", self.memory, 0, self._life)
+            put(self.memory, 0, struct.pack("<Q", self._life))
             self._look()
         return self.verdict()
 
     def ask_to_stop(self) -> None:
         """Notes that this process is to end soon; the handler of a signal may call it."""
-        struct.pack_into("<?", self.memory, STOPPING, True)
+        put(self.memory, STOPPING, struct.pack("<?", True))
 
     def stops(self) -> bool:
         """Whether all ranks stop now: the same on all that ask equally often.
@@ -167,7 +166,7 @@ class Journal:
             if self.processes == 1:
                 return bool(self.memory[STOPPING])
             agreed = proposed if self._asked <= proposed else -proposed
-            ANSWER.pack_into(self.memory, ANSWERED, self._asked, now - before, agreed)
+            put(self.memory, ANSWERED, ANSWER.pack(self._asked, now - before, agreed))
             if self._asked != proposed or settled:
                 return self._asked == proposed
             time.sleep(WAIT_S)
@@ -210,13 +209,18 @@ class Journal:
             self._write_head()
 
     def _write(self, place: int, text: str) -> None:
-        TEXT.pack_into(self.memory, place, _short(text))
+        put(self.memory, place, TEXT.pack(_short(text)))
         self._write_head()
 
     def _write_head(self) -> None:
         counts = (self._life, self._steps, self._calls, self._messages, *self._added)
         pace, now = self._pace.usual, time.monotonic()
-        HEAD.pack_into(self.memory, 0, *counts, now, self._together, self._before, *pace)
+        put(self.memory, 0, HEAD.pack(*counts, now, self._together, self._before, *pace))
+
+
+def put(memory: Any, place: int, packed: bytes) -> None:
+    """Writes into memory that another process reads meanwhile: `pack_into` would fill it with zeros first."""
+    memory[place : place + len(packed)] = packed
 
 
 def _on_its_way(array: Any) -> bool:

@@ -1,9 +1,13 @@
 """Claims about what a rank writes down for its watcher: `fddp.comm.journal`."""
 
+import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from mmap import mmap
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from fddp.comm.journal import (
     MESSAGES,
     RING,
     SENDING,
+    SIZE,
     STOPPING,
     TEXT,
     VERDICT,
@@ -179,6 +184,28 @@ def test_a_sign_of_life_tells_what_the_watchers_found():
     VERDICT.pack_into(journal.memory, ENDING, True, b"rank 1 died")
     assert journal.live() == (True, "rank 1 died")
     assert head(journal)["life"] == 2
+
+
+def test_another_process_never_sees_a_half_written_journal():
+    """It would take a rank that has just begun a step for one that has begun none, and has not moved since the boot."""
+    file = os.memfd_create("journal")
+    os.ftruncate(file, SIZE)
+    memory = mmap(file, SIZE)
+    journal = Journal(memory)
+    with journal.step(1):
+        pass
+    read = (
+        f"import mmap, struct, sys; memory = mmap.mmap({file}, {SIZE}); head = struct.Struct({HEAD.format!r})\n"
+        "print('reads', flush=True)\n"
+        f"for _ in range(1_000_000): assert head.unpack_from(memory, 0)[{HEADS.index('steps')}] == 1\n"
+    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", read], pass_fds=[file], **pipes) as reader:
+        assert reader.stdout and reader.stdout.readline() == "reads\n"
+        while reader.poll() is None:
+            journal.say("stage 1")
+        assert reader.stderr and reader.stderr.read() == ""
+    os.close(file)
 
 
 def test_long_names_are_cut_and_nothing_else_is_written_over():

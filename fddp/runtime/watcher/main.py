@@ -19,7 +19,7 @@ from mmap import mmap
 from typing import Any, NamedTuple
 
 from .links import EVERY_S, lines, meet, say, send, wait_for_others, welcome
-from .rank import death, end, pidfd, reader
+from .rank import death, end, pidfd, put, reader, tell
 from .remarks import remarks
 from .verdicts import Verdict, judge, judge_alone
 
@@ -70,7 +70,7 @@ def main(job: dict[str, Any]) -> None:
             for about, words in remarks(reports).items():
                 verdicts += [] if about in remarked else [Verdict(words, False)._asdict()]
                 remarked.add(about)
-        struct.pack_into(job["proposal"], memory, job["proposed"], *stop)
+        put(memory, job["proposed"], struct.pack(job["proposal"], *stop))
         verdicts += [found._asdict()] if found else []
         news = own["gone"] and not before
         # Not to every line an answer, or the watchers would do nothing else.
@@ -84,7 +84,7 @@ def main(job: dict[str, Any]) -> None:
         for verdict in verdicts:
             if not own["done"] and verdict["words"] != said:
                 said = verdict["words"]
-                struct.pack_into(job["verdict"], memory, job["ending"], False, said.encode()[:511])
+                tell(memory, job, said, end=False)
                 say(f"rank {rank} of {job['size']}: {said}.")
             if verdict["end"]:
                 # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.

@@ -84,12 +84,22 @@ def end(
 ) -> None:
     """Ends the rank: it is asked to, and killed if it does not hear; writes down what it sent last."""
     record(memory, job, own, words)
-    struct.pack_into(job["verdict"], memory, job["ending"], True, words.encode()[:511])
+    tell(memory, job, words, end=True)
     until = time.monotonic() + job["grace_s"]
     while not died() and time.monotonic() < until:
         time.sleep(0.05)
     if not died():
         os.kill(job["parent"], signal.SIGKILL)
+
+
+def tell(memory: mmap, job: Mapping[str, Any], words: str, *, end: bool) -> None:
+    """Tells the rank what the watchers have found, and whether it is to end."""
+    put(memory, job["ending"], struct.pack(job["verdict"], end, words.encode()[:511]))
+
+
+def put(memory: mmap, place: int, packed: bytes) -> None:
+    """Writes into memory that the rank reads meanwhile: `pack_into` would fill it with zeros first."""
+    memory[place : place + len(packed)] = packed
 
 
 def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str) -> None:

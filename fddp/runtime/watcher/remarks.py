@@ -37,7 +37,7 @@ def straggler(going: Mapping[int, Report]) -> dict[str, str]:
     slow = max(times, key=lambda rank: sum(times[rank]))
     between, computing = (median(x) for x in zip(*(times[rank] for rank in times if rank != slow)))
     own, theirs = sum(times[slow]), between + computing
-    if own < TIMES * theirs or own < SHARE * going[slow]["typical"]:
+    if not theirs or own < TIMES * theirs or own < SHARE * going[slow]["typical"]:
         return {}
     mostly = times[slow][0] - between > times[slow][1] - computing
     where = "most of it between steps (its input, say)" if mostly else "most of it computing"
