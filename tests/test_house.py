@@ -55,7 +55,7 @@ def test_every_room_is_in_the_contract_and_says_what_it_is():
     layers = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
     named = {name.strip() for layer in layers for name in layer.split("|")}
     rooms = {path.parent.name for path in (ROOT / "fddp").glob("*/__init__.py")}
-    assert rooms == named - {"__main__", "jax_internals"}
+    assert rooms == named - {"__main__"}
     for room in rooms:
         first = inspect.getdoc(importlib.import_module(f"fddp.{room}")) or ""
         assert "This room imports" in first or "imports this room" in first, room
@@ -75,11 +75,11 @@ def test_models_know_nothing_of_the_library_but_the_users_scripts():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=names)
-def test_one_module_reads_what_jax_does_not_promise(path):
+def test_one_room_reads_what_jax_does_not_promise(path):
     inside = re.compile(
         r"jax\._src|\beqn\.(params|effects)|Jaxpr\(|\bVar\(|debug_info|jaxprs_in_params|jaxpr\.replace|ProfileData"
     )
-    assert module(path) == "jax_internals" or inside.findall(path.read_text()) == []
+    assert module(path).startswith("jax_internals") or inside.findall(path.read_text()) == []
 
 
 ### Modules

@@ -1,19 +1,11 @@
-"""What fddp reads of JAX that no version of it promises: the one place to mend when a new JAX has changed inside.
+"""Programs and their equations: how they are made, and what lies in an equation's parameters."""
 
-Elsewhere a program is only inputs, constants, equations and outputs, as `jax.extend.core` names them, and an equation
-its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everything here on the JAX that is installed.
-"""
-
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial, wraps
-from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax._src import config, core, distributed, mesh
 
 # As in jax.extend.core, whose package loads all of Pallas with it.
 from jax._src.core import ClosedJaxpr as ClosedJaxpr
@@ -26,8 +18,6 @@ from jax._src.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Item = TypeVar("Item")
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
 
 # Equations that call one program, by the name of their primitive: those that only wrap it,
 WRAPPERS = {"jit", "pjit", "closed_call", "core_call"}
@@ -40,25 +30,6 @@ COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
     *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
 }
-
-# Settings without a name of their own in `jax.config`: meshes, metadata, where to compute.
-UNNAMED = tuple(
-    setting
-    for module in (config, mesh)
-    for setting in vars(module).values()
-    if isinstance(setting, config.config_ext.Config) and not isinstance(setting, config.State)
-)
-# It says which thread may start programs of several processes: to take it along would be to switch it off.
-LEFT = {"jax_thread_guard"}
-
-# XLA of JAX 0.11.1 writes all-reduces of a few MiB between GPUs of a host as kernels of its own, and computes nothing
-# beside those of 16 bits, which hides no traffic. Earlier ones do not know the option that leaves them to NCCL.
-OVERLAP_OPTIONS: dict[str, str] = (
-    {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 11, 1) else {}
-)
-
-
-### Programs
 
 
 def make_program(
@@ -195,110 +166,17 @@ def loop_parts(eqn: JaxprEqn, items: Iterable[Item]) -> tuple[list[Item], list[I
     return items[:first], items[first : first + second], items[first + second :]
 
 
-### Configuration that holds in one thread
+def dims_of_reduction(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Over which dims an equation sums, or takes the largest. Relies on the parameter `axes`."""
+    return tuple(eqn.params["axes"])
 
 
-def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Makes a function that works in every thread under JAX's configuration as it is here and now.
-
-    `with jax.enable_x64(True)` and all contexts of its kind hold only in the thread that enters them. Contexts of
-    `jax.make_user_context` are not taken along: JAX keeps no list of them.
-
-    Args:
-      f: a function.
-
-    Returns:
-      The function, to be called in any thread.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from concurrent.futures import ThreadPoolExecutor
-      >>> ask = lambda: jnp.zeros(()).dtype.name
-      >>> with ThreadPoolExecutor(1) as thread, jax.enable_x64(True):
-      ...     [thread.submit(f).result() for f in (ask, with_configuration(ask))]
-      ['float32', 'float64']
-    """
-    named = [state for name, state in config.config_states.items() if name not in LEFT]
-    values = [(setting, setting.get_local()) for setting in (*named, *UNNAMED)]
-    here = [(setting, value) for setting, value in values if value is not config.config_ext.unset]
-
-    @wraps(f)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        with ExitStack() as stack:
-            for setting, value in here:
-                stack.enter_context(_set(setting, value))
-            return f(*args, **kwargs)
-
-    return call
+def of_a_vector(eqn: JaxprEqn) -> JaxprEqn:
+    """The same reduction, of a vector. Relies on the parameter `axes`."""
+    return eqn.replace(params={**eqn.params, "axes": (0,)})
 
 
-# What is transferred inside counts as asked for, as by `jax.device_put`: `jax.transfer_guard("disallow")` lets it pass.
-asked_for = config.explicit_device_put_scope
-
-
-def without_jit() -> bool:
-    """Whether this is inside of `jax.disable_jit()`."""
-    return config.disable_jit.value
-
-
-def transformed() -> bool:
-    """Whether this is inside of a function that JAX traces: under jit, grad, vmap and their like."""
-    return not core.trace_state_clean()
-
-
-def _set(setting: Any, value: Any) -> Any:
-    """A context in which a setting has a value in this thread."""
-    # A named one may have more to do than to be set: the guards of transfers are kept elsewhere too.
-    return setting(value) if isinstance(setting, config.State) else config.UserContext(setting, value)
-
-
-### Processes
-
-
-def coordination_client() -> Any:
-    """This process's client of the service that `jax.distributed` started. Relies on `jax._src.distributed`."""
-    return distributed.global_state.client
-
-
-### Profiles
-
-
-class Event(NamedTuple):
-    """Something that the profiler saw."""
-
-    name: str
-    start_ns: float
-    duration_ns: float
-    stats: dict[str, Any]
-    """What else is told of it."""
-
-
-class Plane(NamedTuple):
-    """Where events happened: the host, or an accelerator."""
-
-    name: str
-    events: tuple[Event, ...]
-
-
-def read_profile(path: str | Path) -> tuple[Plane, ...]:
-    """Reads the file that `jax.profiler.trace` has written. Relies on the attributes of planes, lines and events.
-
-    jaxlib 0.11 makes the type of an event's stats when it first needs it, and leaves its module out. Of that Python
-    3.12 warns, and where warnings are errors jaxlib ends the process: this one must be none.
-
-    Args:
-      path: the file, `*.xplane.pb`.
-
-    Returns:
-      Its planes.
-    """
-
-    def event(seen: Any) -> Event:
-        return Event(seen.name, seen.start_ns, seen.duration_ns, dict(seen.stats))
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute", DeprecationWarning)
-        return tuple(
-            Plane(plane.name, tuple(event(seen) for line in plane.lines for seen in line.events))
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes
-        )
+def contracted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Over which dims of its first factor a product sums. Relies on the parameter `dimension_numbers`."""
+    (first, _), _ = eqn.params["dimension_numbers"]
+    return tuple(first)

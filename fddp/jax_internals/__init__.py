@@ -1,0 +1,44 @@
+"""What fddp reads of JAX that no version of it promises: the one place to mend when a new JAX has changed inside.
+
+Elsewhere a program is only inputs, constants, equations and outputs, as `jax.extend.core` names them, and an equation
+its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everything here on the JAX that is installed.
+Every other room imports this room, which imports none.
+"""
+
+from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
+from fddp.jax_internals.configuration import asked_for as asked_for
+from fddp.jax_internals.configuration import transformed as transformed
+from fddp.jax_internals.configuration import with_configuration as with_configuration
+from fddp.jax_internals.configuration import without_jit as without_jit
+from fddp.jax_internals.processes import coordination_client as coordination_client
+from fddp.jax_internals.profiles import Event as Event
+from fddp.jax_internals.profiles import Plane as Plane
+from fddp.jax_internals.profiles import read_profile as read_profile
+from fddp.jax_internals.programs import CALLS as CALLS
+from fddp.jax_internals.programs import COLLECTIVES as COLLECTIVES
+from fddp.jax_internals.programs import OWN_DERIVATIVE as OWN_DERIVATIVE
+from fddp.jax_internals.programs import REMATERIALISED as REMATERIALISED
+from fddp.jax_internals.programs import WRAPPERS as WRAPPERS
+from fddp.jax_internals.programs import ClosedJaxpr as ClosedJaxpr
+from fddp.jax_internals.programs import Jaxpr as Jaxpr
+from fddp.jax_internals.programs import JaxprEqn as JaxprEqn
+from fddp.jax_internals.programs import Literal as Literal
+from fddp.jax_internals.programs import Var as Var
+from fddp.jax_internals.programs import acts as acts
+from fddp.jax_internals.programs import branches as branches
+from fddp.jax_internals.programs import callbacks as callbacks
+from fddp.jax_internals.programs import called_program as called_program
+from fddp.jax_internals.programs import contracted_dims as contracted_dims
+from fddp.jax_internals.programs import dims_of_reduction as dims_of_reduction
+from fddp.jax_internals.programs import inner_programs as inner_programs
+from fddp.jax_internals.programs import is_for_platforms as is_for_platforms
+from fddp.jax_internals.programs import jaxpr_as_fun as jaxpr_as_fun
+from fddp.jax_internals.programs import loop_parts as loop_parts
+from fddp.jax_internals.programs import make_program as make_program
+from fddp.jax_internals.programs import new_variable as new_variable
+from fddp.jax_internals.programs import of_a_vector as of_a_vector
+from fddp.jax_internals.programs import over_axes as over_axes
+from fddp.jax_internals.programs import rematerialised as rematerialised
+from fddp.jax_internals.programs import run_again as run_again
+from fddp.jax_internals.programs import scan_body as scan_body
+from fddp.jax_internals.programs import while_programs as while_programs

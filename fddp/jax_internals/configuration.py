@@ -1,0 +1,82 @@
+"""JAX's configuration, as it holds in one thread; and XLA's."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax._src import config, core, mesh
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+# Settings without a name of their own in `jax.config`: meshes, metadata, where to compute.
+UNNAMED = tuple(
+    setting
+    for module in (config, mesh)
+    for setting in vars(module).values()
+    if isinstance(setting, config.config_ext.Config) and not isinstance(setting, config.State)
+)
+# It says which thread may start programs of several processes: to take it along would be to switch it off.
+LEFT = {"jax_thread_guard"}
+
+# XLA of JAX 0.11.1 writes all-reduces of a few MiB between GPUs of a host as kernels of its own, and computes nothing
+# beside those of 16 bits, which hides no traffic. Earlier ones do not know the option that leaves them to NCCL.
+OVERLAP_OPTIONS: dict[str, str] = (
+    {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 11, 1) else {}
+)
+
+
+def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Makes a function that works in every thread under JAX's configuration as it is here and now.
+
+    `with jax.enable_x64(True)` and all contexts of its kind hold only in the thread that enters them. Contexts of
+    `jax.make_user_context` are not taken along: JAX keeps no list of them.
+
+    Args:
+      f: a function.
+
+    Returns:
+      The function, to be called in any thread.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from concurrent.futures import ThreadPoolExecutor
+      >>> ask = lambda: jnp.zeros(()).dtype.name
+      >>> with ThreadPoolExecutor(1) as thread, jax.enable_x64(True):
+      ...     [thread.submit(f).result() for f in (ask, with_configuration(ask))]
+      ['float32', 'float64']
+    """
+    named = [state for name, state in config.config_states.items() if name not in LEFT]
+    values = [(setting, setting.get_local()) for setting in (*named, *UNNAMED)]
+    here = [(setting, value) for setting, value in values if value is not config.config_ext.unset]
+
+    @wraps(f)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with ExitStack() as stack:
+            for setting, value in here:
+                stack.enter_context(_set(setting, value))
+            return f(*args, **kwargs)
+
+    return call
+
+
+# What is transferred inside counts as asked for, as by `jax.device_put`: `jax.transfer_guard("disallow")` lets it pass.
+asked_for = config.explicit_device_put_scope
+
+
+def without_jit() -> bool:
+    """Whether this is inside of `jax.disable_jit()`."""
+    return config.disable_jit.value
+
+
+def transformed() -> bool:
+    """Whether this is inside of a function that JAX traces: under jit, grad, vmap and their like."""
+    return not core.trace_state_clean()
+
+
+def _set(setting: Any, value: Any) -> Any:
+    """A context in which a setting has a value in this thread."""
+    # A named one may have more to do than to be set: the guards of transfers are kept elsewhere too.
+    return setting(value) if isinstance(setting, config.State) else config.UserContext(setting, value)
