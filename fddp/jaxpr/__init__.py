@@ -4,12 +4,18 @@ The order in which gradients become ready, the stages into which a program is cu
 read off here. This room imports no other.
 """
 
+from fddp.jaxpr.elements import Follows as Follows
+from fddp.jaxpr.elements import Kind as Kind
+from fddp.jaxpr.elements import Same as Same
+from fddp.jaxpr.elements import Whole as Whole
+from fddp.jaxpr.elements import kinds as kinds
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import merge as merge
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split as split
 from fddp.jaxpr.masks import tracked as tracked
+from fddp.jaxpr.on_parts import on_parts as on_parts
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
 from fddp.jaxpr.stages import Stage as Stage

@@ -1,6 +1,6 @@
 """What is done with averaged gradients: an optimizer's update, its state, a loss scale that follows them.
 
-This room imports losses.
+This room imports losses and jaxpr.
 """
 
 from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out

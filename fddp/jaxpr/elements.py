@@ -1,0 +1,211 @@
+"""Which results of a program follow its inputs element by element, so that a part of them comes from a part of these.
+
+An optimizer's update is such a program, or is none: Adam's is, a clip by the global norm is but for one sum, Muon's is
+not. Where each rank holds a part of each array, what follows is made from the parts, a sum over an array from the
+ranks' sums, and all else needs the whole array. That is found in the equations; no optimizer is asked what it is.
+
+Source: ZeRO (Rajbhandari et al., SC 2020), which takes it for granted.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fddp.jax_internals import (
+    CALLS,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    branches,
+    called_program,
+    contracted_dims,
+    dims_of_reduction,
+)
+
+ELEMENTWISE = {
+    *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter", "select_n", "clamp"),
+    *("and", "or", "not", "xor", "shift_left", "shift_right_logical", "shift_right_arithmetic", "population_count"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "neg", "sign", "abs", "square", "integer_pow", "sqrt", "rsqrt"),
+    *("cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "asinh", "acosh", "atanh"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
+    *("floor", "ceil", "round", "real", "imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy"),
+}
+# They keep the elements and their order, and change the dims.
+RESHAPES = {"reshape", "squeeze", "expand_dims"}
+SUMS = {"add", "add_any", "sub", "neg"}
+# How the ranks' results of a reduction over all of an array are put together.
+TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_and": "min", "reduce_or": "max"}
+
+
+class Same(NamedTuple):
+    """Equal on all ranks, whatever part of the arrays each holds."""
+
+    uniform: bool = True
+    """Whether all of its elements are equal, so that it can be made in any size."""
+
+
+class Follows(NamedTuple):
+    """Each element comes from the same elements of the arrays of one leaf, and from what is equal everywhere."""
+
+    leaf: int
+
+
+class Total(NamedTuple):
+    """A number that is not whole before the ranks' parts of it are put together."""
+
+    op: str
+    """"sum", "max" or "min"."""
+
+
+class Whole(NamedTuple):
+    """It needs whole arrays."""
+
+    leaves: frozenset[int]
+    why: str
+    """The equation that mixes their elements."""
+
+
+Kind: TypeAlias = Same | Follows | Total | Whole
+
+
+def kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
+    """What each result of a program needs.
+
+    Args:
+      closed: any program.
+      inputs: what each of its arguments is: `Follows(leaf)`, or `Same()`.
+
+    Returns:
+      One for each result.
+    """
+    found = dict(zip(closed.jaxpr.invars, inputs)) | constants(closed)
+    for eqn in closed.jaxpr.eqns:
+        given = [kind_of(found, atom) for atom in eqn.invars]
+        found.update(zip(eqn.outvars, made(eqn, given)))
+    return [kind_of(found, atom) for atom in closed.jaxpr.outvars]
+
+
+def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
+    """What the constants of a program are."""
+    return {var: Same(_uniform(value)) for var, value in zip(closed.jaxpr.constvars, closed.consts)}
+
+
+def kind_of(found: dict[Var, Kind], atom: Any) -> Kind:
+    """What a variable or a literal is."""
+    return Same() if isinstance(atom, Literal) else found[atom]
+
+
+def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
+    """What an equation makes.
+
+    Args:
+      eqn: the equation.
+      given: what each of its arguments is.
+
+    Returns:
+      One for each of its results.
+    """
+    if eqn.primitive.name in CALLS:
+        return kinds(called_program(eqn), given)
+    total = _total(eqn, given)
+    if total:
+        return [total]
+    given = [whole(kind) for kind in given]
+    if eqn.primitive.name == "cond" and isinstance(given[0], Same):
+        each = [kinds(branch, given[1:]) for branch in branches(eqn)]
+        return [_either([whole(kind) for kind in results]) for results in zip(*each)]
+    return [_one(eqn, given, var) for var in eqn.outvars]
+
+
+def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
+    """Which of its arguments an equation needs put together first.
+
+    Args:
+      eqn: the equation.
+      given: what each of its arguments is.
+
+    Returns:
+      Their places.
+    """
+    if eqn.primitive.name in CALLS or _total(eqn, given):
+        return []
+    return [place for place, kind in enumerate(given) if isinstance(kind, Total)]
+
+
+def whole(kind: Kind) -> Kind:
+    """What something is once the ranks have put it together."""
+    return Same() if isinstance(kind, Total) else kind
+
+
+def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
+    name, leaves = eqn.primitive.name, _leaves(given)
+    mixed = next((kind for kind in given if isinstance(kind, Whole)), None)
+    if mixed:
+        return Whole(leaves, mixed.why)
+    uniform = all(kind.uniform for kind in given if isinstance(kind, Same))
+    if not leaves:
+        spreads = name in ELEMENTWISE | RESHAPES | {"broadcast_in_dim"} | set(TOTALS)
+        return Same(prod(_shape(result)) == 1 or (uniform and spreads))
+    keeps = name in RESHAPES or (name == "broadcast_in_dim" and prod(_shape(result)) == prod(_shape(eqn.invars[0])))
+    if len(leaves) == 1 and uniform and (keeps or name in ELEMENTWISE):
+        return Follows(*leaves)
+    if len(leaves) == 1 and name in TOTALS:
+        dims = dims_of_reduction(eqn)
+        if all(size == 1 for dim, size in enumerate(_shape(eqn.invars[0])) if dim not in dims):
+            return Total(TOTALS[name])
+    if len(leaves) == 1 and name == "dot_general" and _of_all_elements(eqn):
+        return Total("sum")
+    return Whole(leaves, name if len(leaves) == 1 else f"{name} of several leaves")
+
+
+def _total(eqn: JaxprEqn, given: Sequence[Kind]) -> Total | None:
+    """Whether an equation can be applied to each rank's part of a number."""
+    # A sum that Python makes begins with 0.
+    given = [kind for kind, atom in zip(given, eqn.invars) if not (_zero(atom) and eqn.primitive.name in SUMS)]
+    name, totals = eqn.primitive.name, [kind for kind in given if isinstance(kind, Total)]
+    if not totals or len(totals) + sum(isinstance(kind, Same) for kind in given) < len(given):
+        return None
+    if name in RESHAPES | {"copy"}:
+        return totals[0]
+    alike = all(kind == Total("sum") for kind in totals)
+    if name in SUMS and alike and len(totals) == len(given):
+        return totals[0]
+    scaled = name == "mul" or (name == "div" and isinstance(given[0], Total))
+    return totals[0] if alike and scaled and len(totals) == 1 else None
+
+
+def _of_all_elements(eqn: JaxprEqn) -> bool:
+    """Whether a product is the one number that two vectors have, element by element."""
+    return all(len(_shape(atom)) == 1 for atom in eqn.invars) and contracted_dims(eqn) == (0,)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def _zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and bool(np.all(atom.val == 0))
+
+
+def _either(kinds: Sequence[Kind]) -> Kind:
+    """What comes out of one of several branches."""
+    leaves, mixed = _leaves(kinds), next((kind for kind in kinds if isinstance(kind, Whole)), None)
+    if mixed:
+        return Whole(leaves, mixed.why)
+    uniform = all(kind.uniform for kind in kinds if isinstance(kind, Same))
+    if len(leaves) == 1 and uniform:
+        return Follows(*leaves)
+    return Whole(leaves, "a branch") if leaves else Same(uniform)
+
+
+def _leaves(given: Sequence[Kind]) -> frozenset[int]:
+    several = (kind.leaves for kind in given if isinstance(kind, Whole))
+    return frozenset(kind.leaf for kind in given if isinstance(kind, Follows)).union(*several)
+
+
+def _uniform(value: Any) -> bool:
+    """Whether all elements of a constant are known to be equal."""
+    return np.size(value) == 1 or (isinstance(value, np.ndarray) and bool(np.all(value == value.flat[0])))

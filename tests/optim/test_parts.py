@@ -1,0 +1,140 @@
+"""Claims about updates that are made from parts of the leaves: `fddp.optim.parts`, against optax on whole arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fddp.jaxpr import Follows, on_parts
+from fddp.optim.parts import divided
+
+RANKS, STEPS = 4, 7
+Make = Callable[[], optax.GradientTransformation]
+
+CUT: dict[str, Make] = {
+    "adabelief": lambda: optax.adabelief(0.1),
+    "adadelta": lambda: optax.adadelta(0.1),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "adam": lambda: optax.adam(0.1),
+    "adamax": lambda: optax.adamax(0.1),
+    "adamw, masked": lambda: optax.adamw(0.1, mask={"b": False, "w": True}),
+    "adan": lambda: optax.adan(0.1),
+    "amsgrad": lambda: optax.amsgrad(0.1),
+    "fromage": lambda: optax.fromage(0.1),
+    "lamb": lambda: optax.lamb(0.1),
+    "lars": lambda: optax.lars(0.1),
+    "lion": lambda: optax.lion(0.1),
+    "nadamw": lambda: optax.nadamw(0.1),
+    "novograd": lambda: optax.novograd(0.1),
+    "optimistic gradient descent": lambda: optax.optimistic_gradient_descent(0.1),
+    "polyak_sgd": lambda: optax.polyak_sgd(),
+    "radam": lambda: optax.radam(0.1, b2=0.9),
+    "rmsprop": lambda: optax.rmsprop(0.1),
+    "rprop": lambda: optax.rprop(0.1),
+    "sgd with momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "sign_sgd": lambda: optax.sign_sgd(0.1),
+    "yogi": lambda: optax.yogi(0.1),
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)), 3),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "contrib.cocob": lambda: optax.contrib.cocob(),
+    "contrib.dadapt_adamw": lambda: optax.contrib.dadapt_adamw(),
+    "contrib.prodigy": lambda: optax.contrib.prodigy(),
+    "contrib.schedule_free_adamw": lambda: optax.contrib.schedule_free_adamw(0.1),
+}
+WHOLE: dict[str, tuple[Make, dict[str, str]]] = {
+    "adafactor": (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), {"w": "a state of shape"}),
+    "adaptive_grad_clip": (lambda: optax.adaptive_grad_clip(0.1), {"w": "reduce_sum"}),
+    "centralize": (lambda: optax.centralize(), {"w": "reduce_sum"}),
+    "contrib.muon": (lambda: optax.contrib.muon(0.1), {"w": "scan"}),
+    "flatten": (lambda: optax.flatten(optax.adam(0.1)), {"b": "of several leaves", "w": "of several leaves"}),
+    "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), {"b": "add", "w": "add"}),
+    "sm3": (lambda: optax.sm3(0.1), {"w": "reduce_max"}),
+}
+
+
+def problem() -> tuple[Any, list[Any]]:
+    """Parameters, none of whose sizes the ranks divide, and gradients for some steps."""
+    draw = np.random.default_rng(0)
+    params = {"b": draw.normal(size=7), "w": draw.normal(size=(3, 5))}
+    return params, [jax.tree.map(lambda x: draw.normal(size=x.shape), params) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("make", CUT.values(), ids=CUT)
+def test_an_update_of_parts_is_the_part_of_the_update(make: Make):
+    with jax.enable_x64(True):
+        params, grads = jax.tree.map(jnp.asarray, problem())
+        optimizer = make()
+        found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
+        assert found.whole == {}
+        want, got = plain(optimizer, params, grads), on_ranks(optimizer, params, grads)
+        for name in params:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-14)
+            assert np.max(np.abs(want[name] - params[name])) > 1e-9  # it has moved
+
+
+@pytest.mark.parametrize(("make", "whole"), WHOLE.values(), ids=WHOLE)
+def test_what_mixes_the_elements_of_a_leaf_needs_it_whole(make: Make, whole: dict[str, str]):
+    params, _ = problem()
+    found = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).whole.items()}
+    assert set(found) == set(whole)
+    assert all(whole[name] in why for name, why in found.items())
+
+
+def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
+    """A mutant of Adam which divides each row by its norm, and looks like Adam from outside."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g: g / jnp.linalg.norm(g, axis=-1, keepdims=True), updates), state
+
+    mutant = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    params, _ = problem()
+    # Of a vector that is one sum; of a matrix it is not.
+    assert list(divided(mutant, params).whole) == [1]
+
+
+def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
+    state, update = optimizer.init(params), optax.with_extra_args_support(optimizer).update
+    for k, grad in enumerate(grads):
+        updates, state = update(grad, state, params, value=jnp.asarray(k + 1.0), grad=grad)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
+    """The same on ranks that hold a part of each leaf and of the state."""
+    found, forms = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)), jax.tree.leaves(params)
+    chunks = [-(-x.size // RANKS) for x in forms]
+    count = len(forms)
+    state, kinds = jax.tree.leaves(optimizer.init(params)), found.inputs[count:-1]
+
+    def put_together(op: str, numbers: Sequence[Any]) -> Sequence[Any]:
+        collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
+        return [collective(x, "ranks") for x in numbers]
+
+    def there(leaf: int) -> Any:
+        return jax.lax.axis_index("ranks") * chunks[leaf] + jnp.arange(chunks[leaf]) < forms[leaf].size
+
+    def parts(x: Any, kind: Any) -> Any:
+        if not isinstance(kind, Follows):
+            return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
+        chunk = chunks[kind.leaf]
+        return jnp.pad(x.ravel(), (0, RANKS * chunk - x.size)).reshape(RANKS, chunk)
+
+    run = jax.jit(jax.vmap(on_parts(found.program, found.inputs, there, put_together), axis_name="ranks"))
+    held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
+    for k, grad in enumerate(grads):
+        mine = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), found.inputs)]
+        made = run(*mine, *held, jnp.full(RANKS, k + 1.0))
+        made = [
+            jnp.broadcast_to(jnp.ravel(x)[0], old.shape) if x.shape != old.shape else x
+            for x, old in zip(made, [*held[len(state) :], *held[: len(state)]])
+        ]
+        held = [*made[count:], *(p + u for p, u in zip(held[len(state) :], made))]
+    whole = [x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)]
+    return jax.tree.unflatten(jax.tree.structure(params), whole)
