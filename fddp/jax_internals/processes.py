@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from jax._src import distributed
+from jax._src import config, distributed
 
 
 def coordination_client() -> Any:
     """This process's client of the service that `jax.distributed` started. Relies on `jax._src.distributed`."""
     return distributed.global_state.client
+
+
+def secured() -> bool:
+    """Whether JAX's processes are to know each other by certificates. Relies on the setting `mtls_cert_file`."""
+    setting = getattr(config, "mtls_cert_file", None)  # since 0.11
+    return bool(setting and setting.value)

@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,14 @@ def shared_journal(processes: int) -> tuple[Journal, int]:
     return Journal(mmap(file, BYTES), processes), file
 
 
-def watched(group: Group, file: int, stall_s: float | None) -> Group:
+def watched(group: Group, file: int, stall_s: float | None, kept: Sequence[int] = ()) -> Group:
     """Starts this rank's watcher, if there are others; every rank of the job calls it.
 
     Args:
       group: all processes, with a journal from `shared_journal`.
       file: its memory.
       stall_s: how long nothing may move while a rank waits in a step; None: 30 s, or ten steps.
+      kept: files that the watcher is to hold open as long as it lives.
 
     Returns:
       The group.
@@ -103,14 +105,14 @@ def watched(group: Group, file: int, stall_s: float | None) -> Group:
         token = secrets.token_hex(16)
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))
         told = {"token": token, "flight": flight}
-        _start(job | told)
+        _start(job | told, kept)
         port = _port(journal)
         hosts = ["127.0.0.1"] if alone else _own_addresses()
         told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode().ljust(TOLD)
         group.hosts.broadcast(np.frombuffer(told, np.uint8), 0)
     else:
         told = group.hosts.broadcast(np.zeros(TOLD, np.uint8), 0).tobytes()
-        _start(job | json.loads(told))
+        _start(job | json.loads(told), kept)
     atexit.register(journal.say, FINISHED)
     threading.Thread(target=_live, args=(journal,), name="fddp-life", daemon=True).start()
     return group
@@ -132,11 +134,11 @@ def _place() -> str:
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
 
-def _start(job: dict) -> None:
+def _start(job: dict, kept: Sequence[int]) -> None:
     # A session of its own: what ends the rank's group of processes must not silence who tells of it.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
-        pass_fds=[job["memory"]],
+        pass_fds=[job["memory"], *kept],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -3,7 +3,6 @@
 Source: `torch.distributed.init_process_group`.
 """
 
-import importlib
 import importlib.util
 import os
 import re
@@ -19,8 +18,9 @@ import jax
 from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.runtime.abort import Ending, end_together
+from fddp.runtime.coordinator import start_coordinator
 from fddp.runtime.launchers import Launch, missing_srun, read_launch
-from fddp.runtime.rendezvous import bind_address, meet
+from fddp.runtime.rendezvous import meet
 from fddp.runtime.watchdog import shared_journal, watched
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
@@ -151,8 +151,9 @@ def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None
         return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
     if backend == "mpi":
         return _start_mpi(launch, stall_s)
-    if not jax.distributed.is_initialized() and launch.size > 1:
-        _start_distributed(backend, launch, timeout_s)
+    kept = (
+        [] if jax.distributed.is_initialized() or launch.size == 1 else _start_distributed(backend, launch, timeout_s)
+    )
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
     rank, size = jax.process_index(), jax.process_count()
@@ -160,7 +161,7 @@ def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None
     if size > 1:
         end_together(rank, size, _service_ending(rank, size), journal)
     group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
-    return watched(group, file, stall_s)
+    return watched(group, file, stall_s, kept)
 
 
 def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
@@ -212,13 +213,15 @@ def _mpi_world(launch: Launch, otherwise: str) -> Any:
     return comm
 
 
-def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
+def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
+    """Joins the world of `jax.distributed`; files that rank 0 and its watcher hold as long as it lasts."""
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     coordinator = launch.coordinator or _agree_on_coordinator(launch)
     meet(launch.rank, launch.size, coordinator, timeout_s)
     # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.
     jax.config.update("jax_enable_preemption_service", False)
+    service = start_coordinator(coordinator, launch.rank, launch.size)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -226,12 +229,13 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> None:
             launch.rank,
             local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
-            coordinator_bind_address=bind_address(coordinator),
+            coordinator_bind_address=service.bind,
             # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
             cluster_detection_method="deactivate" if backend == "gloo" else None,
         )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
+    return service.kept
 
 
 def _agree_on_coordinator(launch: Launch) -> str:

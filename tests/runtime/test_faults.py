@@ -300,7 +300,9 @@ def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
 @pytest.mark.ranks
 def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
     text, _ = broken(tmp_path, "gloo", 2, "kill_0")
-    assert text.splitlines()[-1] == "fddp: rank 1 of 2: rank 0 died between steps 20 and 21."
+    assert "fddp: rank 1 of 2: rank 0 died between steps 20 and 21." in text.splitlines()[-3:]
+    # JAX's coordination service outlives rank 0, and nobody says anything else.
+    assert [line for line in text.splitlines() if not line.startswith(("fddp: ", "---", "[Gloo]")) and line] == []
 
 
 @on_ranks("backend, size", (MPI,))

@@ -1,0 +1,28 @@
+"""JAX's coordination service, by itself: a script that loads jaxlib alone."""
+
+import os
+import sys
+
+# Seconds without a sign of life after which JAX ends all processes, and that it waits for all at the end: its defaults.
+HEARTBEAT_S, SHUTDOWN_S = 100, 300
+
+
+def serve(address: str, size: int) -> None:
+    """Serves until nobody holds the other end of stdin. Relies on `jaxlib._jax.get_distributed_runtime_service`.
+
+    Args:
+      address: host:port at which to listen.
+      size: the number of processes.
+    """
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+    times = {"heartbeat_timeout": HEARTBEAT_S, "shutdown_timeout": SHUTDOWN_S}
+    try:
+        service = _jax.get_distributed_runtime_service(address, size, recoverable=False, **times)
+    except Exception as error:
+        print(str(error).splitlines()[0], flush=True)
+        return
+    print("listens", flush=True)
+    sys.stdin.read()
+    del service
+    os._exit(0)  # it would wait for processes that are gone

@@ -1,0 +1,75 @@
+"""JAX's coordination service in a process of its own, beside rank 0: it outlives rank 0 while the others say what was.
+
+JAX runs it inside rank 0. When that dies, JAX ends all other processes with stack traces of its own, before fddp can
+say which rank died where.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import fddp.jax_internals
+from fddp.jax_internals import secured
+from fddp.runtime.rendezvous import bind_address
+
+LOOSE = "127.0.0.1:0"  # where JAX's own service listens, to which nobody comes
+SERVE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from service import serve
+serve(sys.argv[2], int(sys.argv[3]))
+"""
+
+
+class Coordinator(NamedTuple):
+    """Where the service is."""
+
+    bind: str
+    """Where JAX's own service is to listen."""
+    kept: tuple[int, ...]
+    """Files for rank 0 and its watcher to hold: without them the service beside rank 0 ends."""
+
+
+def start_coordinator(coordinator: str, rank: int, size: int) -> Coordinator:
+    """Starts the service beside rank 0; every rank calls this.
+
+    Args:
+      coordinator: host:port at which the ranks look for it.
+      rank: of this process.
+      size: the number of processes.
+
+    Returns:
+      What JAX is to be told, and what is to be held.
+
+    Raises:
+      RuntimeError: it does not start; says why.
+    """
+    everywhere = f"[::]:{coordinator.rsplit(':', 1)[1]}"
+    bind = bind_address(coordinator) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+    if secured():
+        return Coordinator(bind, ())
+    return Coordinator(LOOSE, (_serve(bind, size),) if rank == 0 else ())
+
+
+def _serve(address: str, size: int) -> int:
+    held, kept = os.pipe()
+    folder = Path(fddp.jax_internals.__file__).parent
+    # A session of its own: what ends rank 0's group of processes must leave it. What it logs others say in our words.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", SERVE, str(folder), address, str(size)],
+        stdin=held,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(held)
+    answers: IO[bytes] | Any = process.stdout
+    with answers:
+        answer = answers.readline().decode().strip()
+    process.returncode = 0  # nobody waits for it: it outlives this process
+    if answer != "listens":
+        os.close(kept)
+        raise RuntimeError(f"JAX's coordination service did not start at {address}: {answer or 'it ended at once'}.")
+    return kept

@@ -1,0 +1,51 @@
+"""JAX's coordination service beside rank 0: it ends when nobody holds it, and says why it does not start."""
+
+import os
+import socket
+import time
+
+import pytest
+
+from fddp.runtime.coordinator import LOOSE, start_coordinator
+
+WAIT_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_it_listens_until_all_who_hold_it_have_let_go():
+    port = free_port()
+    bind, kept = start_coordinator(f"127.0.0.1:{port}", 0, 2)
+    assert bind == LOOSE and listens(port)
+    watcher = os.dup(kept[0])  # who holds it too
+    os.close(kept[0])
+    time.sleep(0.2)
+    assert listens(port)
+    os.close(watcher)
+    until = time.monotonic() + WAIT_S
+    while listens(port) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not listens(port)
+
+
+def test_only_rank_0_starts_one():
+    assert start_coordinator(f"127.0.0.1:{free_port()}", 1, 2) == (LOOSE, ())
+
+
+def test_a_service_that_does_not_start_says_why():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"coordination service did not start at 127.0.0.1:{port}: .+"):
+            start_coordinator(f"127.0.0.1:{port}", 0, 2)
