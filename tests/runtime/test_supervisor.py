@@ -62,6 +62,21 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
     assert (code, err) == (128 + 9, "fddp run: rank 1 ended by SIGKILL.\n")
 
 
+def test_an_mpiexec_that_stays_though_its_ranks_are_gone_is_ended(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It waits for those behind a wire that is cut."""
+    monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
+    monkeypatch.setattr("fddp.runtime.supervisor.RANKS_S", 0.05)
+    stays = tmp_path / "mpiexec"
+    stays.write_text('#!/bin/sh\nshift 3\n"$@"\nexec sleep 100\n')
+    stays.chmod(0o755)
+    began = time.monotonic()
+    code, out, err = ends(capfd, "time.sleep(1); print('done')", ranks=1, mpiexec=(str(stays), None))
+    assert (code, out, err) == (128 + 15, "done\n", "fddp run: the job ended by SIGTERM.\n")
+    assert time.monotonic() - began < 30
+
+
 def test_it_is_started_again_so_often_and_no_more(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     script = f"path = '{tmp_path}/' + str(time.time()); open(path, 'w').close(); sys.exit(3)"
     code, _, err = ends(capfd, script, ranks=1, restarts=2)
