@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, placed, placed_alike
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, held_alike, placed, placed_alike
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
@@ -164,6 +164,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         spec=spec,
         program=program,
         place=place,
+        holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
         feed=feed,
     )
 

@@ -4,6 +4,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Shaped, UInt8
 
 from fddp.comm.communicator import mpi_communicator, mpi_word
 from fddp.comm.group import Group
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed_alike
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed_alike
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
 
@@ -82,6 +83,7 @@ def mpi_placement() -> Placement:
         spec=lambda x: REPLICATED,
         program=program,
         place=place,
+        holds=partial(held_alike, here),
         feed=lambda rows: rows,
     )
 

@@ -6,7 +6,7 @@ mesh; along the others the user places arrays as any JAX array is placed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,8 @@ class Placement(NamedTuple):
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
     place: Callable[[Any, PartitionSpec], Any]
     """`place(tree, spec)`: this process's arrays (its own rows, for `per_replica`) as arguments of a program."""
+    holds: Callable[[Sequence[Any]], bool]
+    """Whether arrays lie where `place(arrays, REPLICATED)` would bring them, and have not been given away."""
     feed: Callable[[Any], Any]
     """This process's rows as arguments of one program; `place` is for what several programs read, and dearer."""
 
@@ -113,11 +115,13 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
+def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
+    """Whether all of these are this process's arrays, where a sharding says, and have not been given away."""
+    return all(isinstance(x, jax.Array) and x.sharding == sharding and not x.is_deleted() for x in arrays)
+
+
 def placed_alike(tree: Any, sharding: Sharding) -> Any:
     """This process's arrays where a sharding says, all of them."""
-    # A step is nearly always given what a step has returned, which is there: then nothing is made anew.
-    if all(isinstance(x, jax.Array) and x.sharding == sharding for x in jax.tree.leaves(tree)):
-        return tree
     return jax.tree.map(lambda x: placed(x, sharding), tree)
 
 

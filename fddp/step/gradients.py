@@ -84,9 +84,9 @@ def value_and_grad(
         if jax.tree.leaves(hook_state):
             raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
         state = state._replace(hook_state=hook_state)
-        settled = ready(settled, replica, use, state, batch)
-        settled = compare(settled, state, batch)
-        result, _ = synchronize(settled, state, batch)
+        settled, given = ready(settled, replica, use, state, batch)
+        settled = compare(settled, given, batch)
+        result, _ = synchronize(settled, state, given, batch)
         return result
 
     return f

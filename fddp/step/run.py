@@ -1,6 +1,7 @@
 """A settled step, called."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 
@@ -9,16 +10,19 @@ from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums
 from fddp.schedules import TaskList
-from fddp.step.checks import check_params, refuse_transformations, verify_collectives
+from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState
 
+# What is equal on all replicas, what is pending, and what is remembered for each message: where programs take them.
+Given: TypeAlias = tuple[TrainState, Any, Any]
+
 
 def ready(
     settled: Settled | None, replica: Replica, use: Use, state: TrainState, batch: Any, call: str = "step"
-) -> Settled:
-    """A step that is settled, and a batch that fits it.
+) -> tuple[Settled, Given]:
+    """A step that is settled, and arguments that fit it.
 
     Args:
       settled: the step, or None before the first batch.
@@ -29,24 +33,26 @@ def ready(
       call: its name.
 
     Returns:
-      The settled step.
+      The settled step, and the state as its arguments.
     """
     refuse_transformations()
-    refuse_deleted(state)
+    # Taken apart once: after a step of large arrays its leaves are far from the cache.
+    leaves, tree = jax.tree.flatten(state)
     if settled is None:
-        return settle(replica, use, state, batch, call)
-    check_params(settled.plan, state.params)
-    return admit(settled, state, batch)
+        refuse_deleted(leaves)
+        settled = settle(replica, use, state, batch, call)
+    settled = admit(settled, tree, state, batch)
+    return settled, _given(settled, state, leaves)
 
 
-def compare(settled: Settled, state: TrainState, batch: Any) -> Settled:
+def compare(settled: Settled, given: Given, batch: Any) -> Settled:
     """Compares what the ranks' programs send, once; keep what comes back before anything is run.
 
     A rank whose first run fails alone and is tried again would else compare alone, and wait for ever.
 
     Args:
       settled: the step.
-      state: the state.
+      given: its arguments.
       batch: this process's rows.
 
     Returns:
@@ -57,16 +63,17 @@ def compare(settled: Settled, state: TrainState, batch: Any) -> Settled:
     """
     group, lower = settled.replica.group, settled.runner.lower
     if not settled.compared and lower and group.processes > 1:
-        verify_collectives(group, lower(*_arguments(settled, state), batch))
+        verify_collectives(group, lower(*given, batch))
     return settled if settled.compared else settled._replace(compared=True)
 
 
-def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, Any]:
+def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[Any, Any]:
     """Gradients of all replicas' rows, averaged and used.
 
     Args:
       settled: the step.
       state: the state.
+      given: the state as its arguments.
       batch: this process's rows.
 
     Returns:
@@ -74,7 +81,7 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
     """
     group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery.attempt():
-        result, memory = settled.runner.run(*_arguments(settled, state), batch)
+        result, memory = settled.runner.run(*given, batch)
         if timeline:
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
@@ -83,10 +90,10 @@ def synchronize(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, A
     return result, hook_state
 
 
-def accumulate(settled: Settled, state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
+def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
-    replicated, pending, _ = _arguments(settled, state)
+    replicated, pending, _ = given
     settled.replica.group.journal.adds(settled.replica.group.processes)
     accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
     if placement.shares_cores:
@@ -94,11 +101,11 @@ def accumulate(settled: Settled, state: TrainState, batch: Any) -> tuple[TrainSt
     return state._replace(accumulated=accumulated), means
 
 
-def lower(settled: Settled, state: TrainState, batch: Any) -> jax.stages.Lowered:
+def lower(settled: Settled, given: Given, batch: Any) -> jax.stages.Lowered:
     """The whole step as XLA gets it."""
     if settled.runner.lower is None:
         raise ValueError("this step runs several programs; a step that can be lowered has schedule='fused'.")
-    return settled.runner.lower(*_arguments(settled, state), batch)
+    return settled.runner.lower(*given, batch)
 
 
 def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
@@ -110,10 +117,13 @@ def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
     return settled.runner.tasks(replicated, pending, rows)
 
 
-def _arguments(settled: Settled, state: TrainState) -> tuple[TrainState, Any, Any]:
-    """What is equal on all replicas, what is pending, and what is remembered for each message."""
-    placement = settled.replica.group.placement
-    memory = by_message(settled.plan, state.hook_state) if settled.replica.options.hook else ()
+def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
+    placement, hook = settled.replica.group.placement, settled.replica.options.hook
+    # A step is nearly always given what a step has returned: then nothing is made anew.
+    if state.accumulated is None and hook is None and placement.holds(leaves):
+        return state, None, ()
+    refuse_deleted(leaves)
+    memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated = placement.place(state._replace(accumulated=None, hook_state=()), REPLICATED)
     return replicated, *placement.place((state.accumulated, memory), placement.per_replica)

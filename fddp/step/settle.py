@@ -18,7 +18,7 @@ from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order
 from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
-from fddp.step.checks import check_batch, check_memory, check_paths
+from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
@@ -45,6 +45,8 @@ class Settled(NamedTuple):
     """Trained leaves that no bucket holds, and"""
     forms: frozenset[Any]
     """the forms of batches whose loss is known to have no path to them."""
+    fits: Any = None
+    """The form of the state and the batch that were checked last."""
     compared: bool = False
     """Whether the ranks' compiled programs are known to send the same."""
 
@@ -121,13 +123,14 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     )
 
 
-def admit(settled: Settled, state: TrainState, batch: Any) -> Settled:
-    """Checks a later batch, on this rank alone.
+def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:
+    """Checks what a call was given, on this rank alone.
 
     A batch of another form may have another program, with paths that the first one had not.
 
     Args:
       settled: the step.
+      tree: the structure of
       state: the state.
       batch: this process's rows.
 
@@ -135,10 +138,15 @@ def admit(settled: Settled, state: TrainState, batch: Any) -> Settled:
       The step, which knows this form of a batch.
 
     Raises:
-      ValueError: the batch does not fit.
+      ValueError: the parameters or the batch do not fit.
     """
-    check_batch(settled.replica, state, batch)
     form = _form(batch)
+    fits = tree, [len(x) for x in jax.tree.leaves(state.accumulated)[:1]], form
+    if settled.fits == fits:
+        return settled
+    check_params(settled.plan, state.params)
+    check_batch(settled.replica, state, batch)
+    settled = settled._replace(fits=fits)
     if not settled.left_out or form in settled.forms:
         return settled
     chosen = settled.replica.chosen(state.params)
@@ -212,4 +220,5 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
 
 def _form(batch: Any) -> Any:
     """Structure, shapes and dtypes: what a program is traced for."""
-    return jax.tree.structure(batch), tuple((np.shape(x), x.dtype) for x in jax.tree.leaves(batch))
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

@@ -99,9 +99,9 @@ class TrainStep:
           RuntimeError: replicas are no longer equal, on every rank (`check_replicas_every`).
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
-        self._settled = ready(self._settled, self._replica, self._use, state, batch)
-        self._settled = settled = compare(self._settled, state, batch)
-        (state, info), hook_state = synchronize(settled, state, batch)
+        self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
+        self._settled = settled = compare(self._settled, given, batch)
+        (state, info), hook_state = synchronize(settled, state, given, batch)
         self.steps += 1
         self.skips.note(self.group, settled.plan, partial(settled.replica.chosen, state.params), self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
@@ -138,8 +138,8 @@ class TrainStep:
         Returns:
           The state, its parameters unchanged; loss and metrics of this process's rows (of its first replica).
         """
-        self._settled = ready(self._settled, self._replica, self._use, state, batch, "no_sync")
-        state, means = accumulate(self._settled, state, batch)
+        self._settled, given = ready(self._settled, self._replica, self._use, state, batch, "no_sync")
+        state, means = accumulate(self._settled, state, given, batch)
         return state, StepInfo(means.loss, means.aux)
 
     def timeline(self) -> Timeline:
@@ -182,8 +182,8 @@ class TrainStep:
         Raises:
           ValueError: the schedule runs several programs.
         """
-        self._settled = ready(self._settled, self._replica, self._use, state, batch)
-        return lower(self._settled, state, batch)
+        self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
+        return lower(self._settled, given, batch)
 
     def tasks(self, state: TrainState, batch: Any) -> TaskList:
         """What a step launches: what is computed, what is sent, and what each waits for.
@@ -195,7 +195,7 @@ class TrainStep:
         Returns:
           The list; `print(it)` is a table. Nothing is compiled or run.
         """
-        self._settled = ready(self._settled, self._replica, self._use, state, batch)
+        self._settled, _ = ready(self._settled, self._replica, self._use, state, batch)
         return tasks(self._settled, state, batch)
 
     def on(self, group: Group) -> "TrainStep":
