@@ -52,10 +52,10 @@ class Journal:
 
     def __init__(self, memory: Any = None, processes: int = 1) -> None:
         """Args:
-        memory: `SIZE` bytes that can be written, shared with a watcher; None: nobody reads.
+        memory: `SIZE` bytes that can be written, shared with a watcher; None: nobody reads what this process does.
         processes: of the job.
         """
-        self.memory = bytearray(SIZE) if memory is None else memory
+        self.memory, self._read = bytearray(SIZE) if memory is None else memory, memory is not None
         self.processes = processes
         self._lock, self._launched = threading.RLock(), deque[Any]()
         self._pace, self._other, self._computing = Pace(), Pace(), 0.0  # of steps of all ranks, and of all else
@@ -129,8 +129,9 @@ class Journal:
         Args:
           result: one of its arrays.
         """
-        self._launched.append(result)
-        self.say(LAUNCHED)
+        if self._read:
+            self._launched.append(result)
+            self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
         """Notes what the main thread begins."""
@@ -209,10 +210,13 @@ class Journal:
             self._write_head()
 
     def _write(self, place: int, text: str) -> None:
-        put(self.memory, place, TEXT.pack(_short(text)))
-        self._write_head()
+        if self._read:
+            put(self.memory, place, TEXT.pack(_short(text)))
+            self._write_head()
 
     def _write_head(self) -> None:
+        if not self._read:
+            return
         counts = (self._life, self._steps, self._calls, self._messages, *self._added)
         pace, now = self._pace.usual, time.monotonic()
         put(self.memory, 0, HEAD.pack(*counts, now, self._together, self._before, *pace))

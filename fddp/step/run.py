@@ -77,7 +77,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
       batch: this process's rows.
 
     Returns:
-      What `use` made of them, and the state of the hook.
+      What `use` made of them, and the state of the hook, if there is one.
     """
     group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery.attempt():
@@ -86,8 +86,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(jax.tree.leaves(result[1])[-1])
-    hook_state = by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else state.hook_state
-    return result, hook_state
+    return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
 
 def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[TrainState, Sums]:

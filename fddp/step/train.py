@@ -107,7 +107,7 @@ class TrainStep:
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)
-        return state._replace(hook_state=hook_state), info
+        return state if hook_state is None else state._replace(hook_state=hook_state), info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """The form of the state that `init` makes, to compile for or to restore a checkpoint into; nothing is computed.

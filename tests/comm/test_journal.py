@@ -43,7 +43,7 @@ def text(journal: Journal, place: int) -> str:
 
 
 def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
-    journal = Journal(processes=3)
+    journal = Journal(bytearray(SIZE), 3)
     for processes, together in ((3, True), (2, False)):
         with journal.step(processes):
             journal.say("stage 1")
@@ -81,7 +81,7 @@ def test_what_lies_between_steps_that_python_does_not_wait_for_is_unknown():
 
 
 def test_steps_of_some_ranks_tell_nothing_of_the_pace_of_all():
-    journal = Journal(processes=3)
+    journal = Journal(bytearray(SIZE), 3)
     for _ in range(STEPS):
         with journal.step(2):
             pass
@@ -89,7 +89,7 @@ def test_steps_of_some_ranks_tell_nothing_of_the_pace_of_all():
 
 
 def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
-    journal = Journal(processes=2)
+    journal = Journal(bytearray(SIZE), 2)
     for added in (2, 0, 1):
         for _ in range(added):
             journal.adds(2)
@@ -102,7 +102,7 @@ def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
 
 @pytest.mark.steps
 def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[int], fddp.Group]):
-    own = replace(group(2), journal=Journal())
+    own = replace(group(2), journal=Journal(bytearray(SIZE)))
     step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after")
     state = step.init(jnp.zeros(()))
     for _ in range(STEPS):
@@ -112,14 +112,14 @@ def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[
 
 
 def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
-    journal = Journal(processes=2)
+    journal = Journal(bytearray(SIZE), 2)
     with journal.call("all_gather", 2):
         assert (head(journal)["together"], text(journal, DOING)) == (True, "all_gather")
     assert (head(journal)["steps"], head(journal)["calls"]) == (0, 1)
 
 
 def test_an_error_ends_a_step_which_then_does_not_count():
-    journal = Journal()
+    journal = Journal(bytearray(SIZE))
     with pytest.raises(ArithmeticError), journal.step(1):
         raise ArithmeticError
     assert not head(journal)["together"]
@@ -127,7 +127,7 @@ def test_an_error_ends_a_step_which_then_does_not_count():
 
 
 def test_the_last_messages_are_kept_with_their_times():
-    journal = Journal()
+    journal = Journal(bytearray(SIZE))
     for number in range(MESSAGES + 3):
         with journal.message(f"bucket {number}", 8 * number):
             assert text(journal, SENDING) == f"bucket {number}"
@@ -140,7 +140,7 @@ def test_the_last_messages_are_kept_with_their_times():
 
 
 def test_messages_of_two_threads_keep_their_own_places():
-    journal, entered = Journal(), threading.Barrier(2)
+    journal, entered = Journal(bytearray(SIZE)), threading.Barrier(2)
 
     def send(name: str) -> None:
         with journal.message(name, 1):
@@ -166,7 +166,7 @@ class Later:
 
 
 def test_a_step_that_was_launched_lasts_until_its_result_is_there():
-    journal, result = Journal(), Later()
+    journal, result = Journal(bytearray(SIZE)), Later()
     with journal.step(1):
         journal.launched(result)
     journal.live()
@@ -179,7 +179,7 @@ def test_a_step_that_was_launched_lasts_until_its_result_is_there():
 
 
 def test_a_sign_of_life_tells_what_the_watchers_found():
-    journal = Journal()
+    journal = Journal(bytearray(SIZE))
     assert not journal.live().end
     VERDICT.pack_into(journal.memory, ENDING, True, b"rank 1 died")
     assert journal.live() == (True, "rank 1 died")
@@ -209,20 +209,20 @@ def test_another_process_never_sees_a_half_written_journal():
 
 
 def test_long_names_are_cut_and_nothing_else_is_written_over():
-    journal = Journal()
+    journal = Journal(bytearray(SIZE))
     journal.say("ü" * 100)
     assert struct.unpack_from("<Q", journal.memory, SENDING) == (0,)
 
 
 def test_a_process_alone_stops_when_it_is_told_to():
-    journal = Journal()
+    journal = Journal(bytearray(SIZE))
     assert not journal.stops()
     journal.ask_to_stop()
     assert journal.stops()
 
 
 def test_ranks_stop_at_the_question_that_all_agreed_to():
-    journal = Journal(processes=2)
+    journal = Journal(bytearray(SIZE), 2)
 
     def propose(question: int, settled: bool) -> None:
         struct.pack_into("<q?", journal.memory, STOPPING + 25, question, settled)
@@ -241,7 +241,7 @@ def test_ranks_stop_at_the_question_that_all_agreed_to():
 
 
 def test_a_training_that_goes_on_counts_from_where_it_was_saved():
-    journal = Journal()
+    journal = Journal(bytearray(SIZE))
     journal.goes_on(300)
     assert head(journal)["before"] == 300
     for _ in range(4):
