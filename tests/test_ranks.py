@@ -5,6 +5,7 @@ Each rank of a job asserts the claims in `workers/*_claims.py` for itself; here 
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -55,7 +56,9 @@ def read(path: Path) -> dict[str, str]:
 def test_a_job_without_errors_ends_well_and_prints_nothing(backend: str, size: int, reports: Reports):
     outcome, _ = reports(backend, size)
     assert outcome.succeeded
-    assert outcome.outputs == ("",) * size
+    # Some claims are checked by one rank alone, which the others wait for.
+    slow = re.compile(r"fddp: rank \d of \d: rank \d is slow: .*\n")
+    assert [slow.sub("", output) for output in outcome.outputs] == [""] * size
 
 
 @pytest.mark.parametrize(

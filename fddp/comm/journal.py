@@ -179,6 +179,9 @@ class Journal:
 
     @contextmanager
     def _of(self, doing: str, processes: int, pace: Pace) -> Iterator[None]:
+        if not self._read:
+            yield
+            return
         self._inside, self._together = True, processes == self.processes
         self._calls += self._together
         self._added = (self._adds, self._added[0]) if self._together else self._added

@@ -126,7 +126,7 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
         chunk = chunks[kind.leaf]
         return jnp.pad(x.ravel(), (0, RANKS * chunk - x.size)).reshape(RANKS, chunk)
 
-    run = jax.jit(jax.vmap(on_parts(found.program, found.inputs, there, put_together), axis_name="ranks"))
+    run = jax.vmap(on_parts(found.program, found.inputs, there, put_together), axis_name="ranks")
     held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
         mine = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), found.inputs)]
