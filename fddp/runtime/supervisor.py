@@ -15,19 +15,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import IO, NamedTuple
 
 from fddp.runtime.vendors import launchers
 
 LOOK_S = 0.05
 END_S = 10.0  # the watchers of a job end it sooner
-RANKS_S = 1.0  # between two looks for the ranks of an mpiexec
+FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
 ANSWER_S = 10.0
 PAUSE_S = 1.0  # between two starts: what a dead host held is let go
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
@@ -124,8 +123,9 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]
     try:
         for command, world in zip(commands, worlds):
             processes.append(_start(command, {**env, **world}))
-        readers = [reader for process, prefix in zip(processes, prefixes) for reader in _shown(process, prefix)]
-        first = _wait(processes, told, _left_alone(processes[0], job.command) if job.mpiexec else lambda: False)
+        ending = threading.Event()
+        readers = [one for process, prefix in zip(processes, prefixes) for one in _shown(process, prefix, ending)]
+        first = _wait(processes, told, ending)
     finally:
         for process in processes:  # also what a rank that is gone has started itself
             with suppress(ProcessLookupError, PermissionError):
@@ -140,17 +140,17 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]
     return Ended(128 - code if code < 0 else code, f"{who} ended {how}")
 
 
-def _wait(processes: Sequence[subprocess.Popen], told: list[int], left_alone: Callable[[], bool]) -> int | None:
+def _wait(processes: Sequence[subprocess.Popen], told: list[int], ending: threading.Event) -> int | None:
     """Waits until all have ended, and ends them when one has failed: which was the first, None if none did."""
-    first, until, passed, alone = None, float("inf"), 0, float("inf")
+    first, until, passed, stays = None, float("inf"), 0, float("inf")
     while any(process.poll() is None for process in processes):
         time.sleep(LOOK_S)
         if first is None:
             first = next((k for k, process in enumerate(processes) if process.poll()), None)
             until = time.monotonic() + END_S if first is not None else until
-        alone = min(alone, time.monotonic()) if left_alone() else float("inf")
-        if time.monotonic() > alone + END_S and until == float("inf"):
-            _signal(processes, signal.SIGTERM)
+        stays = min(stays, time.monotonic() + 2 * END_S) if ending.is_set() else stays
+        if time.monotonic() > stays and until == float("inf"):
+            _signal(processes, signal.SIGTERM)  # to an mpiexec that waits for ranks behind a wire that is cut
             until = time.monotonic() + END_S
         for number in told[passed:]:  # who ends the job may be told so twice
             _signal(processes, number)
@@ -159,40 +159,6 @@ def _wait(processes: Sequence[subprocess.Popen], told: list[int], left_alone: Ca
         if time.monotonic() > until:
             _signal(processes, signal.SIGKILL)
     return first if first is not None else next((k for k, process in enumerate(processes) if process.returncode), None)
-
-
-def _left_alone(process: subprocess.Popen, command: Sequence[str]) -> Callable[[], bool]:
-    """Makes a function that tells whether mpiexec's ranks on this host are gone; of a cut wire it would never know."""
-    words, seen, looked, gone = [os.fsencode(word) for word in command], False, 0.0, False
-
-    def left_alone() -> bool:
-        nonlocal seen, looked, gone
-        if time.monotonic() > looked + RANKS_S:
-            ranks = any(_words(child)[-len(words) :] == words for child in _descendants(process.pid))
-            seen, looked, gone = seen or ranks, time.monotonic(), seen and not ranks
-        return gone
-
-    return left_alone
-
-
-def _descendants(process: int) -> list[int]:
-    """The processes that one has started, and they; none where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = list(children.get(process, []))
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
-def _words(process: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    except OSError:
-        return []
 
 
 def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
@@ -224,12 +190,14 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
     )
 
 
-def _shown(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
-    """Passes on what a process writes, each line with its rank in front."""
+def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event) -> list[threading.Thread]:
+    """Passes on what a process writes, each line with its rank in front; notes that the watchers end the job."""
 
     def copy(lines: IO[bytes], out: IO[bytes]) -> None:
         with lines:
             for line in lines:
+                if FLIGHT in line:
+                    ending.set()
                 out.write(prefix.encode() + line)  # one write: lines of several ranks do not mix
                 out.flush()
 

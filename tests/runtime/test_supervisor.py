@@ -62,19 +62,22 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
     assert (code, err) == (128 + 9, "fddp run: rank 1 ended by SIGKILL.\n")
 
 
-def test_an_mpiexec_that_stays_though_its_ranks_are_gone_is_ended(
+def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """It waits for those behind a wire that is cut."""
     monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
-    monkeypatch.setattr("fddp.runtime.supervisor.RANKS_S", 0.05)
     stays = tmp_path / "mpiexec"
-    stays.write_text('#!/bin/sh\nshift 3\n"$@"\nexec sleep 100\n')
+    stays.write_text('#!/bin/sh\nshift 3\n"$@"\nexec sleep $LONG\n')
     stays.chmod(0o755)
-    began = time.monotonic()
-    code, out, err = ends(capfd, "time.sleep(1); print('done')", ranks=1, mpiexec=(str(stays), None))
-    assert (code, out, err) == (128 + 15, "done\n", "fddp run: the job ended by SIGTERM.\n")
+    began, says = time.monotonic(), "print('fddp: `python -m fddp flight /tmp/x` tells what each rank sent last.')"
+    monkeypatch.setenv("LONG", "100")
+    code, _, err = ends(capfd, says, ranks=1, mpiexec=(str(stays), None))
+    assert (code, err) == (128 + 15, "fddp run: the job ended by SIGTERM.\n")
     assert time.monotonic() - began < 30
+    # One whose ranks have ended well has all the time.
+    monkeypatch.setenv("LONG", "3")
+    assert ends(capfd, "print('done')", ranks=1, mpiexec=(str(stays), None)) == (0, "done\n", "")
 
 
 def test_it_is_started_again_so_often_and_no_more(capfd: pytest.CaptureFixture[str], tmp_path: Path):
