@@ -101,13 +101,12 @@ class Journal:
         self._computing = seconds
 
     def adds(self, processes: int) -> None:
-        """Notes a batch that is added without a message.
+        """Notes a batch that was added without a message.
 
         Args:
           processes: how many will take part in the step that sends it.
         """
         self._adds += processes == self.processes
-        self.say("no_sync")
 
     def at(self, place: str) -> None:
         """Notes where in the script the main thread is; any thread may tell."""
@@ -182,7 +181,7 @@ class Journal:
         if not self._read:
             yield
             return
-        self._inside, self._together = True, processes == self.processes
+        before, self._inside, self._together = self._added, True, processes == self.processes
         self._calls += self._together
         self._added = (self._adds, self._added[0]) if self._together else self._added
         self._computing = 0.0
@@ -194,6 +193,7 @@ class Journal:
             # The others did not see it, or failed as well.
             self._calls -= self._together
             self._steps -= doing == STEP
+            self._added = before
             raise
         finally:
             with self._lock:
@@ -238,4 +238,4 @@ def _on_its_way(array: Any) -> bool:
 
 
 def _short(text: str) -> bytes:
-    return text.encode()[: TEXT.size]
+    return text.encode(errors="replace")[: TEXT.size]

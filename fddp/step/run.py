@@ -93,10 +93,12 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
     replicated, pending, _ = given
-    settled.replica.group.journal.adds(settled.replica.group.processes)
+    journal = settled.replica.group.journal
+    journal.say("no_sync")
     accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
+    journal.adds(settled.replica.group.processes)
     return state._replace(accumulated=accumulated), means
 
 
@@ -119,7 +121,7 @@ def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
-    if state.accumulated is None and hook is None and placement.holds(leaves):
+    if state.accumulated is None and state.hook_state == () and placement.holds(leaves):
         return state, None, ()
     refuse_deleted(leaves)
     memory = by_message(settled.plan, state.hook_state) if hook else ()

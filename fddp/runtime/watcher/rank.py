@@ -27,7 +27,7 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
 
     def read() -> dict[str, Any]:
         nonlocal lived, changed
-        counts = dict(zip(job["heads"], head.unpack_from(memory, 0)))
+        counts = dict(zip(job["heads"], head.unpack(_settled(memory, head.size))))
         life, moved = counts.pop("life"), counts.pop("moved")
         now = time.monotonic()
         if life != lived:
@@ -48,6 +48,14 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
         }
 
     return read
+
+
+def _settled(memory: mmap, size: int) -> bytes:
+    """What stands at the begin of a memory that is written meanwhile: read until it is the same twice."""
+    first = memory[:size]
+    while (second := memory[:size]) != first:
+        first = second
+    return first
 
 
 def stopped(process: int) -> bool:

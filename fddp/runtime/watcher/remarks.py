@@ -10,7 +10,7 @@ from statistics import median
 
 from .verdicts import Report
 
-STEPS, TIMES = 20, 3  # a straggler has taken so many times as long as the others for most of so many steps
+STEPS, TIMES = 20, 3  # a straggler has taken so many times as long as the others for three of four of so many steps
 SHARE = 0.5  # of a step, that its part must take for the others to wait for it
 
 
@@ -29,7 +29,7 @@ def remarks(reports: Mapping[int, Report]) -> dict[str, str]:
 
 def straggler(going: Mapping[int, Report]) -> dict[str, str]:
     """The rank for which the others wait, step after step."""
-    if len(going) < 2 or any(one["steps"] < STEPS for one in going.values()):
+    if len(going) < 2 or any(one["steps"] < STEPS or not one["inside"] for one in going.values()):
         return {}
     # In a step of one program nobody sees who computes and who waits: whoever is last does not wait.
     least = min(one["inside"] for one in going.values())
