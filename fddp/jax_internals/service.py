@@ -14,10 +14,10 @@ def serve(address: str, size: int) -> None:
       address: host:port at which to listen.
       size: the number of processes.
     """
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
     times = {"heartbeat_timeout": HEARTBEAT_S, "shutdown_timeout": SHUTDOWN_S}
     try:
+        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
         service = _jax.get_distributed_runtime_service(address, size, recoverable=False, **times)
     except Exception as error:
         print(str(error).splitlines()[0], flush=True)
