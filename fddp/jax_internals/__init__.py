@@ -39,6 +39,7 @@ from fddp.jax_internals.programs import make_program as make_program
 from fddp.jax_internals.programs import new_variable as new_variable
 from fddp.jax_internals.programs import of_a_vector as of_a_vector
 from fddp.jax_internals.programs import over_axes as over_axes
+from fddp.jax_internals.programs import permutes as permutes
 from fddp.jax_internals.programs import rematerialised as rematerialised
 from fddp.jax_internals.programs import run_again as run_again
 from fddp.jax_internals.programs import scan_body as scan_body

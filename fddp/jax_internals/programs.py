@@ -180,3 +180,8 @@ def contracted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
     """Over which dims of its first factor a product sums. Relies on the parameter `dimension_numbers`."""
     (first, _), _ = eqn.params["dimension_numbers"]
     return tuple(first)
+
+
+def permutes(eqn: JaxprEqn) -> bool:
+    """Whether a reshape takes the elements in another order. Relies on the parameter `dimensions` of `reshape`."""
+    return eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None

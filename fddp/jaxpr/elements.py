@@ -8,9 +8,11 @@ Source: ZeRO (Rajbhandari et al., SC 2020), which takes it for granted.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
 from fddp.jax_internals import (
@@ -20,10 +22,11 @@ from fddp.jax_internals import (
     Literal,
     Var,
     branches,
-    called_program,
     contracted_dims,
     dims_of_reduction,
+    permutes,
 )
+from fddp.jaxpr.equations import straighten
 
 ELEMENTWISE = {
     *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter", "select_n", "clamp"),
@@ -40,27 +43,31 @@ SUMS = {"add", "add_any", "sub", "neg"}
 TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_and": "min", "reduce_or": "max"}
 
 
-class Same(NamedTuple):
+@dataclass(frozen=True)
+class Same:
     """Equal on all ranks, whatever part of the arrays each holds."""
 
     uniform: bool = True
     """Whether all of its elements are equal, so that it can be made in any size."""
 
 
-class Follows(NamedTuple):
+@dataclass(frozen=True)
+class Follows:
     """Each element comes from the same elements of the arrays of one leaf, and from what is equal everywhere."""
 
     leaf: int
 
 
-class Total(NamedTuple):
+@dataclass(frozen=True)
+class Total:
     """A number that is not whole before the ranks' parts of it are put together."""
 
     op: str
     """"sum", "max" or "min"."""
 
 
-class Whole(NamedTuple):
+@dataclass(frozen=True)
+class Whole:
     """It needs whole arrays."""
 
     leaves: frozenset[int]
@@ -81,6 +88,7 @@ def kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
     Returns:
       One for each result.
     """
+    closed = straighten(closed, CALLS)
     found = dict(zip(closed.jaxpr.invars, inputs)) | constants(closed)
     for eqn in closed.jaxpr.eqns:
         given = [kind_of(found, atom) for atom in eqn.invars]
@@ -95,21 +103,19 @@ def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
 
 def kind_of(found: dict[Var, Kind], atom: Any) -> Kind:
     """What a variable or a literal is."""
-    return Same() if isinstance(atom, Literal) else found[atom]
+    return Same(np.size(atom.val) == 1) if isinstance(atom, Literal) else found[atom]
 
 
 def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
     """What an equation makes.
 
     Args:
-      eqn: the equation.
+      eqn: the equation, none of `CALLS`.
       given: what each of its arguments is.
 
     Returns:
       One for each of its results.
     """
-    if eqn.primitive.name in CALLS:
-        return kinds(called_program(eqn), given)
     total = _total(eqn, given)
     if total:
         return [total]
@@ -130,7 +136,7 @@ def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
     Returns:
       Their places.
     """
-    if eqn.primitive.name in CALLS or _total(eqn, given):
+    if _total(eqn, given):
         return []
     return [place for place, kind in enumerate(given) if isinstance(kind, Total)]
 
@@ -149,16 +155,27 @@ def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
     if not leaves:
         spreads = name in ELEMENTWISE | RESHAPES | {"broadcast_in_dim"} | set(TOTALS)
         return Same(prod(_shape(result)) == 1 or (uniform and spreads))
-    keeps = name in RESHAPES or (name == "broadcast_in_dim" and prod(_shape(result)) == prod(_shape(eqn.invars[0])))
-    if len(leaves) == 1 and uniform and (keeps or name in ELEMENTWISE):
+    if len(leaves) > 1 or not uniform:
+        return Whole(leaves, f"{name} of several leaves" if len(leaves) > 1 else name)
+    first, out = _shape(eqn.invars[0]), _shape(result)
+    # An operand of another shape is repeated, which a part of it could not be.
+    alike = all(_shape(atom) == out for atom, kind in zip(eqn.invars, given) if isinstance(kind, Follows))
+    keeps = name in RESHAPES and not permutes(eqn)
+    if keeps or (name == "broadcast_in_dim" and prod(out) == prod(first)) or (name in ELEMENTWISE and alike):
         return Follows(*leaves)
-    if len(leaves) == 1 and name in TOTALS:
-        dims = dims_of_reduction(eqn)
-        if all(size == 1 for dim, size in enumerate(_shape(eqn.invars[0])) if dim not in dims):
-            return Total(TOTALS[name])
-    if len(leaves) == 1 and name == "dot_general" and _of_all_elements(eqn):
+    if name in TOTALS and _is_total(eqn):
+        return Total(TOTALS[name])
+    if name == "dot_general" and all(len(_shape(x)) == 1 for x in eqn.invars) and contracted_dims(eqn) == (0,):
         return Total("sum")
-    return Whole(leaves, name if len(leaves) == 1 else f"{name} of several leaves")
+    return Whole(leaves, name)
+
+
+def _is_total(eqn: JaxprEqn) -> bool:
+    """Whether a reduction is over all elements, and the ranks' numbers can be put together."""
+    name, form, dims = eqn.primitive.name, eqn.invars[0], dims_of_reduction(eqn)
+    of_bools = jnp.issubdtype(_dtype(form), jnp.bool_)  # "and" and "or" of integers are of their bits
+    fits = name == "reduce_sum" or (name in {"reduce_and", "reduce_or"}) == of_bools
+    return fits and all(size == 1 for dim, size in enumerate(_shape(form)) if dim not in dims)
 
 
 def _total(eqn: JaxprEqn, given: Sequence[Kind]) -> Total | None:
@@ -166,24 +183,25 @@ def _total(eqn: JaxprEqn, given: Sequence[Kind]) -> Total | None:
     # A sum that Python makes begins with 0.
     given = [kind for kind, atom in zip(given, eqn.invars) if not (_zero(atom) and eqn.primitive.name in SUMS)]
     name, totals = eqn.primitive.name, [kind for kind in given if isinstance(kind, Total)]
-    if not totals or len(totals) + sum(isinstance(kind, Same) for kind in given) < len(given):
+    numbers = prod(_shape(eqn.outvars[0])) == 1 and all(isinstance(kind, Total | Same) for kind in given)
+    if not totals or not numbers:
         return None
-    if name in RESHAPES | {"copy"}:
+    if name == "copy" or (name in RESHAPES and not permutes(eqn)):
         return totals[0]
     alike = all(kind == Total("sum") for kind in totals)
     if name in SUMS and alike and len(totals) == len(given):
         return totals[0]
-    scaled = name == "mul" or (name == "div" and isinstance(given[0], Total))
-    return totals[0] if alike and scaled and len(totals) == 1 else None
-
-
-def _of_all_elements(eqn: JaxprEqn) -> bool:
-    """Whether a product is the one number that two vectors have, element by element."""
-    return all(len(_shape(atom)) == 1 for atom in eqn.invars) and contracted_dims(eqn) == (0,)
+    # A division of integers rounds.
+    divides = name == "div" and isinstance(given[0], Total) and jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.inexact)
+    return totals[0] if alike and (name == "mul" or divides) and len(totals) == 1 else None
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
 
 
 def _zero(atom: Any) -> bool:
@@ -208,4 +226,4 @@ def _leaves(given: Sequence[Kind]) -> frozenset[int]:
 
 def _uniform(value: Any) -> bool:
     """Whether all elements of a constant are known to be equal."""
-    return np.size(value) == 1 or (isinstance(value, np.ndarray) and bool(np.all(value == value.flat[0])))
+    return np.size(value) <= 1 or (isinstance(value, np.ndarray) and bool(np.all(value == value.flat[0])))

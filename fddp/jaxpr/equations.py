@@ -1,6 +1,6 @@
 """A program as one list of equations: which of them are cheap, and which talk to other replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from fddp.jax_internals import (
@@ -26,14 +26,15 @@ CHEAP = {
 }
 
 
-def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
+def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> ClosedJaxpr:
     """Writes the contents of nested `jit`s in their places, so that the program is one list of equations.
 
     Args:
       closed: any program.
+      calls: names of the equations whose contents are written out: those of `CALLS`, or fewer.
 
     Returns:
-      An equal program without nested `jit`s. Loops, branches and rematerialised parts stay single equations.
+      An equal program without them. Loops, branches and, by default, rematerialised parts stay single equations.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
@@ -50,7 +51,7 @@ def straighten(closed: ClosedJaxpr) -> ClosedJaxpr:
 
         for eqn in inner.jaxpr.eqns:
             inputs = [read(atom) for atom in eqn.invars]
-            if eqn.primitive.name in WRAPPERS:
+            if eqn.primitive.name in calls:
                 outputs = write(called_program(eqn), inputs)
             else:
                 outputs = [new_variable(var) for var in eqn.outvars]

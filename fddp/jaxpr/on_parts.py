@@ -19,7 +19,6 @@ from fddp.jax_internals import (
     Literal,
     Var,
     branches,
-    called_program,
     of_a_vector,
     run_again,
 )
@@ -57,7 +56,7 @@ def on_parts(
     Raises:
       ValueError: a result needs whole arrays.
     """
-    program = straighten(closed)
+    program = straighten(closed, CALLS)
     return lambda *arguments: _run(program, inputs, arguments, Ranks(there, put_together))
 
 
@@ -110,8 +109,6 @@ def _apply(
         if isinstance(kind, Whole):
             raise ValueError(f"{kind.why} needs whole arrays.")
     parts = [(kind.leaf, x) for kind, x in zip(given, arguments) if isinstance(kind, Follows)]
-    if name in CALLS:
-        return _run(called_program(eqn), given, arguments, ranks)
     if not parts:
         made = run_again(eqn, arguments)
         return made if eqn.primitive.multiple_results else [made]
@@ -120,14 +117,10 @@ def _apply(
         each = [partial(_branch, branch, given[1:], results, dict(parts), ranks) for branch in branches(eqn)]
         return jax.lax.switch(arguments[0], each, *arguments[1:])
     if isinstance(results[0], Total):
-        neutral = NEUTRAL[name](part.dtype) if name in NEUTRAL else 0
+        neutral = jnp.asarray(NEUTRAL[name](part.dtype) if name in NEUTRAL else 0, part.dtype)
+        full = [jnp.where(ranks.there(leaf), _spread(x, part.shape), neutral) for x in arguments]
         form: Any = eqn.outvars[0].aval
-        full = jnp.where(ranks.there(leaf), part, jnp.asarray(neutral, part.dtype))
-        if name == "dot_general":
-            other = arguments[isinstance(given[0], Follows)]
-            return [run_again(eqn, [full, _spread(other, full.shape)])]
-        total = run_again(of_a_vector(eqn), [full])
-        return [total.reshape(form.shape)]
+        return [run_again(eqn if name == "dot_general" else of_a_vector(eqn), full).reshape(form.shape)]
     if name not in ELEMENTWISE:  # the same elements in another shape
         return [part]
     flat = [_spread(x, part.shape) for x in arguments]
@@ -142,7 +135,7 @@ def _branch(
     ranks: Ranks,
     *arguments: Any,
 ) -> list[Any]:
-    made = _run(straighten(branch), given, arguments, ranks)
+    made = _run(straighten(branch, CALLS), given, arguments, ranks)
     # What is equal everywhere in one branch may be a part in another.
     return [_spread(x, parts[kind.leaf].shape) if isinstance(kind, Follows) else x for kind, x in zip(results, made)]
 

@@ -58,7 +58,7 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     opt_state = jax.eval_shape(optimizer.init, forms)
     numbers = jax.tree.unflatten(jax.tree.structure(forms), range(len(jax.tree.leaves(forms))))
     of_params = jax.tree.map(Follows, numbers)
-    of_state = map_state(lambda part: _of_parts(part, forms, numbers), lambda x: Same(), forms, opt_state)
+    of_state = map_state(lambda part: _of_parts(part, forms, numbers), lambda x: Same(x.size == 1), forms, opt_state)
     inputs = (*_kinds(of_params), *_kinds(of_state), *_kinds(of_params), Same())
     program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
     mixed = [kind for kind in kinds(program, inputs) if isinstance(kind, Whole)]

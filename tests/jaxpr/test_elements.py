@@ -46,7 +46,13 @@ def halves(a: Any, b: Any) -> Any:
     return a * total, total
 
 
-SHARED = [clipped, trusted, counted, branched, moments, halves]
+def called(a: Any, b: Any) -> Any:
+    """Sums that come out of programs inside of programs."""
+    norm = jax.checkpoint(lambda a: jnp.sum(a**2))(a) + jax.jit(jax.checkpoint(lambda b: jnp.sum(b)))(b)
+    return a / jnp.sqrt(norm), jax.nn.relu(b - jnp.vdot(b.ravel(), jnp.sqrt(b.ravel())))
+
+
+SHARED = [clipped, trusted, counted, branched, moments, halves, called]
 
 
 @pytest.mark.parametrize("f", SHARED)
@@ -73,6 +79,11 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Cal
         (lambda a: a + jnp.arange(21.0).reshape(7, 3), "add"),
         (lambda a: jnp.sort(a, axis=0), "sort"),
         (lambda a: a[::-1], "rev"),
+        (lambda a: a.ravel(order="F") * a.ravel(), ""),
+        (lambda a: a[:, :1] * a[:, 1:], ""),
+        (lambda a: jnp.sum(jnp.outer(a.ravel(), a.ravel())), ""),
+        (lambda a: jnp.vdot(a.ravel(), jnp.arange(21.0)), "dot_general"),
+        (lambda a: jnp.bitwise_and.reduce(a.astype(int).ravel()), "reduce_and"),
         (lambda a: jax.lax.fori_loop(0, 3, lambda k, a: a / 2, a), "scan"),
         (lambda a: a + jax.random.normal(jax.random.key(0), a.shape), "add"),
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a, lambda: -a), "slice"),
@@ -97,6 +108,7 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
 
     found = kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
     assert found == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
+    assert Same(False) != Follows(0) and Same() != Follows(1)
 
 
 def divided(f: Callable[..., Any]) -> tuple[list[Any], int]:

@@ -54,7 +54,7 @@ WHOLE: dict[str, tuple[Make, dict[str, str]]] = {
     "contrib.muon": (lambda: optax.contrib.muon(0.1), {"w": "scan"}),
     "flatten": (lambda: optax.flatten(optax.adam(0.1)), {"b": "of several leaves", "w": "of several leaves"}),
     "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), {"b": "add", "w": "add"}),
-    "sm3": (lambda: optax.sm3(0.1), {"w": "reduce_max"}),
+    "sm3": (lambda: optax.sm3(0.1), {"b": "", "w": ""}),
 }
 
 
@@ -84,6 +84,12 @@ def test_what_mixes_the_elements_of_a_leaf_needs_it_whole(make: Make, whole: dic
     found = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).whole.items()}
     assert set(found) == set(whole)
     assert all(whole[name] in why for name, why in found.items())
+
+
+def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
+    """A rate for each element: a part of the leaf would need a part of the rates."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=jnp.linspace(0.1, 1, 7))
+    assert set(divided(optimizer, {"b": jnp.ones(7), "c": jnp.ones(7)}).whole) == {0, 1}
 
 
 def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
