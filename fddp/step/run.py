@@ -121,7 +121,8 @@ def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
-    if state.accumulated is None and state.hook_state == () and placement.holds(leaves):
+    alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
+    if alone and placement.holds(leaves):
         return state, None, ()
     refuse_deleted(leaves)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
