@@ -108,7 +108,8 @@ def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[
     for _ in range(STEPS):
         state, _ = step(state, jnp.ones(8))
     told = head(own.journal)
-    assert 0 < told["computing"] < told["inside"] < told["typical"]
+    assert 0 < told["computing"] < told["inside"]
+    assert told["typical"] > 0  # of the steps before: it is not comparable with those of the last ones
 
 
 def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
