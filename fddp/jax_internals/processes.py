@@ -13,4 +13,4 @@ def coordination_client() -> Any:
 def secured() -> bool:
     """Whether JAX's processes are to know each other by certificates. Relies on the setting `mtls_cert_file`."""
     setting = getattr(config, "mtls_cert_file", None)  # since 0.11
-    return bool(setting and setting.value)
+    return setting is not None and bool(setting.value)

@@ -54,7 +54,7 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     def call(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
         return update(grads, opt_state, params, value=value, grad=grads)
 
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     opt_state = jax.eval_shape(optimizer.init, forms)
     numbers = jax.tree.unflatten(jax.tree.structure(forms), range(len(jax.tree.leaves(forms))))
     of_params = jax.tree.map(Follows, numbers)
