@@ -117,7 +117,12 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
     """Whether all of these are this process's arrays, where a sharding says, and have not been given away."""
-    return all(isinstance(x, jax.Array) and x.sharding == sharding and not x.is_deleted() for x in arrays)
+    # A list looks for the same object before it compares: each step asks this of each leaf of its state.
+    return (
+        all(issubclass(kind, jax.Array) for kind in set(map(type, arrays)))
+        and [x.sharding for x in arrays].count(sharding) == len(arrays)
+        and not any([x.is_deleted() for x in arrays])
+    )
 
 
 def placed_alike(tree: Any, sharding: Sharding) -> Any:
