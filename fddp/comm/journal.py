@@ -11,8 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+
+import jax
 
 from fddp.comm.pace import Pace, Usual
 
@@ -72,6 +74,8 @@ class Journal:
           processes: how many take part in it.
         """
         self._steps += 1
+        if not self._read:
+            return nullcontext()
         return self._of(STEP, processes, self._pace if processes == self.processes else self._other)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
@@ -126,10 +130,10 @@ class Journal:
         """Notes what a step will have made when it is over, if Python does not wait for it.
 
         Args:
-          result: one of its arrays.
+          result: a tree of arrays; the last of them is looked at.
         """
         if self._read:
-            self._launched.append(result)
+            self._launched.append(jax.tree.leaves(result)[-1])
             self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:

@@ -121,7 +121,7 @@ def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
     return (
         all(issubclass(kind, jax.Array) for kind in set(map(type, arrays)))
         and [x.sharding for x in arrays].count(sharding) == len(arrays)
-        and not any([x.is_deleted() for x in arrays])
+        and True not in [x.is_deleted() for x in arrays]
     )
 
 

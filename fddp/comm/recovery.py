@@ -6,8 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +26,8 @@ class Recovery:
         meet: (place, seconds) → whether all ranks ask this with the same place, within so many seconds of the first;
             all get the same answer, by other means than messages.
         """
-        self._meet, self._lock, self._sent = meet, threading.Lock(), 0
+        self._meet, self._lock = meet, threading.Lock()
+        self._sent = self._before = 0
         self._failed = self._lost = False
 
     def sends(self) -> None:
@@ -35,16 +35,14 @@ class Recovery:
         with self._lock:
             self._sent += 1
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Notes an error that comes after messages have left."""
+    def __enter__(self) -> None:
+        """A step begins: it will note an error that comes after messages have left."""
         self.resume()
-        before = self._sent
-        try:
-            yield
-        except BaseException:
-            self._failed = self._sent > before
-            raise
+        self._before = self._sent
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if kind is not None:
+            self._failed = self._sent > self._before
 
     def resume(self) -> None:
         """After such an error, makes sure that all ranks are at the same place.

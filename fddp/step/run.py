@@ -80,12 +80,12 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
       What `use` made of them, and the state of the hook, if there is one.
     """
     group, timeline = settled.replica.group, settled.runner.timeline
-    with group.journal.step(group.processes), group.recovery.attempt():
+    with group.journal.step(group.processes), group.recovery:
         result, memory = settled.runner.run(*given, batch)
         if timeline:
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
-        group.journal.launched(jax.tree.leaves(result[1])[-1])
+        group.journal.launched(result[1])
     return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
 
