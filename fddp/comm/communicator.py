@@ -5,6 +5,7 @@ Everything that travels within a program goes through a `Communicator`; `count_b
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ class Communicator:
     """Row i goes to replica i; row i of the result came from replica i."""
     all_gather: Callable[[Shaped[Array, " n"]], Shaped[Array, "replicas n"]]
     """Every replica's array, on every replica."""
+    reduce_scatter: Callable[[Shaped[Array, "replicas n"]], Shaped[Array, " n"]]
+    """Row i, summed over replicas, on replica i."""
     native16: bool = False
     """Whether `all_reduce` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
     sent: list[Any] | None = field(default=None, compare=False)
@@ -50,12 +53,20 @@ def axis_communicator(axis_name: str, size: int, platform: str) -> Communicator:
     Returns:
       The communicator.
     """
+
+    def exchange(rows: Array) -> Array:
+        return jax.lax.all_to_all(rows, axis_name, 0, 0)
+
     communicator = Communicator(
         size=size,
         replica_index=lambda: jax.lax.axis_index(axis_name),
         all_reduce=lambda x: jax.lax.psum(x, axis_name),
-        all_to_all=lambda rows: jax.lax.all_to_all(rows, axis_name, 0, 0),
+        all_to_all=exchange,
         all_gather=lambda x: jax.lax.all_gather(x, axis_name),
+        # Gloo's own reduce-scatter gives wrong numbers (jax#40830).
+        reduce_scatter=partial(_exchanged_and_added, exchange)
+        if platform == "cpu"
+        else lambda rows: jax.lax.psum_scatter(rows, axis_name),
         native16=platform != "cpu",
     )
     return _of_one(communicator)
@@ -73,12 +84,14 @@ def mpi_communicator(comm: Any) -> Communicator:
     import mpi4jax
     from mpi4py import MPI
 
+    exchange = _moving(partial(mpi4jax.alltoall, comm=comm))
     communicator = Communicator(
         size=comm.size,
         replica_index=lambda: jnp.int32(comm.rank),
         all_reduce=lambda x: mpi4jax.allreduce(mpi_word(x), op=MPI.SUM, comm=comm).astype(x.dtype),
-        all_to_all=lambda rows: mpi4jax.alltoall(rows, comm=comm),
-        all_gather=lambda x: mpi4jax.allgather(x, comm=comm),
+        all_to_all=exchange,
+        all_gather=_moving(partial(mpi4jax.allgather, comm=comm)),
+        reduce_scatter=partial(_exchanged_and_added, exchange),
     )
     return _of_one(communicator)
 
@@ -137,11 +150,28 @@ def mpi_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
+def _moving(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """What only moves 16-bit floats moves their bits, as MPI knows no such numbers."""
+
+    def move(x: Array) -> Array:
+        if x.dtype not in (jnp.float16, jnp.bfloat16):
+            return f(x)
+        return jax.lax.bitcast_convert_type(f(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+
+    return move
+
+
 def _of_one(comm: Communicator) -> Communicator:
     """XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well."""
     if comm.size > 1:
         return comm
-    return replace(comm, all_reduce=lambda x: x, all_to_all=lambda rows: rows, all_gather=lambda x: x[None])
+    alone = {"all_to_all": lambda rows: rows, "all_gather": lambda x: x[None], "reduce_scatter": lambda rows: rows[0]}
+    return replace(comm, all_reduce=lambda x: x, **alone)
+
+
+def _exchanged_and_added(exchange: Callable[[Array], Array], rows: Array) -> Array:
+    """A reduce-scatter of the same bytes, summed in order of replicas; 16-bit floats in 32 bits."""
+    return jnp.sum(mpi_word(exchange(rows)), axis=0).astype(rows.dtype)
 
 
 def _counting(comm: Communicator) -> Communicator:
@@ -159,5 +189,6 @@ def _counting(comm: Communicator) -> Communicator:
         all_reduce=counted(comm.all_reduce, lambda x: all_reduce_bytes(comm, x.size, x.dtype)),
         all_to_all=counted(comm.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
         all_gather=counted(comm.all_gather, lambda x: x.nbytes * (size - 1)),
+        reduce_scatter=counted(comm.reduce_scatter, lambda rows: rows.nbytes * (size - 1) // size),
         sent=sent,
     )

@@ -179,8 +179,18 @@ def mesh_transport(placement: Placement, communicator: Communicator) -> Transpor
     Returns:
       The transport.
     """
-    total = placement.program(communicator.all_reduce, (placement.per_replica,), REPLICATED)
-    return Transport(lambda x: jax.block_until_ready(total(x)) if communicator.size > 1 else x)
+
+    def blocking(f: Callable[[jax.Array], jax.Array], out: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+        program = placement.program(f, (placement.per_replica,), out)
+        return lambda x: jax.block_until_ready(program(x)) if communicator.size > 1 else x
+
+    return Transport(
+        all_reduce=blocking(communicator.all_reduce, REPLICATED),
+        reduce_scatter=blocking(
+            lambda x: communicator.reduce_scatter(x.reshape(communicator.size, -1)), placement.per_replica
+        ),
+        all_gather=blocking(lambda x: communicator.all_gather(x).reshape(-1), REPLICATED),
+    )
 
 
 def mesh_hosts(mesh: Mesh) -> Hosts:
@@ -228,8 +238,9 @@ def _turned(mesh: Mesh, axis_name: str, turn: int) -> Transport:
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
 
-    return Transport(
-        lambda x: there(other.all_reduce(there(x, ring, placement.per_replica)), mesh, REPLICATED),
+    home = mesh_transport(mesh_placement(mesh, axis_name), communicator)  # parts have owners, in the mesh's own order
+    return home._replace(
+        all_reduce=lambda x: there(other.all_reduce(there(x, ring, placement.per_replica)), mesh, REPLICATED),
     )
 
 

@@ -104,20 +104,38 @@ def mpi_transport(comm: Any) -> Transport:
 
     device, like = jax.local_devices()[0], receive_buffers()
 
+    def wait_for(requests: Sequence[Any]) -> None:
+        wait = FIRST_WAIT_S
+        while not MPI.Request.Testall(requests):
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+
     def all_reduce(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
         sent = jax.device_get(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
-        requests = [comm.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts]
-        wait = FIRST_WAIT_S
-        while not MPI.Request.Testall(requests):
-            time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
+        wait_for([comm.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts])
         return jax.device_put(received, device).astype(x.dtype)
 
-    return Transport(all_reduce)
+    def reduce_scatter(x: jax.Array) -> jax.Array:
+        if comm.size == 1:
+            return x
+        sent = jax.device_get(mpi_word(x))
+        received = like(sent[: sent.size // comm.size])
+        wait_for([comm.Ireduce_scatter_block(sent, received, op=MPI.SUM)])
+        return jax.device_put(received, device).astype(x.dtype)
+
+    def all_gather(x: jax.Array) -> jax.Array:
+        if comm.size == 1:
+            return x
+        sent = jax.device_get(x)
+        received = like(sent, comm.size)
+        wait_for([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8))])
+        return jax.device_put(received, device)
+
+    return Transport(all_reduce, reduce_scatter, all_gather)
 
 
 def mpi_hosts(comm: Any) -> Hosts:
@@ -143,15 +161,15 @@ def mpi_hosts(comm: Any) -> Hosts:
     return Hosts(all_gather, broadcast)
 
 
-def receive_buffers() -> Callable[[Shaped[np.ndarray, " n"]], Shaped[np.ndarray, " n"]]:
+def receive_buffers() -> Callable[..., Shaped[np.ndarray, " n"]]:
     """Makes a function that gives arrays to receive into; call it from one thread at a time.
 
     Fresh memory is paid for page by page, when it is first written to: it is used again as soon as nobody reads it.
 
     Returns:
-      `like(x)` → an array of the size and dtype of `x` with arbitrary content, aligned so that XLA takes it over
-      without a copy. Its memory is given out again when it and everything that looks into it (views, JAX arrays) is
-      gone.
+      `like(x, times=1)` → an array of so many times the size of `x` and of its dtype with arbitrary content, aligned so
+      that XLA takes it over without a copy. Its memory is given out again when it and everything that looks into it
+      (views, JAX arrays) is gone.
 
     Example:
       >>> import numpy as np
@@ -164,9 +182,9 @@ def receive_buffers() -> Callable[[Shaped[np.ndarray, " n"]], Shaped[np.ndarray,
     """
     idle: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def like(x: Shaped[np.ndarray, " n"]) -> Shaped[np.ndarray, " n"]:
-        spare = idle[x.nbytes]
-        room = spare.pop() if spare else _aligned(x.nbytes)
+    def like(x: Shaped[np.ndarray, " n"], times: int = 1) -> Shaped[np.ndarray, " m"]:
+        spare = idle[times * x.nbytes]
+        room = spare.pop() if spare else _aligned(times * x.nbytes)
         # Over a memoryview, `.data`: views of it then keep this very array alive, and not only the memory below.
         view = np.frombuffer(room.data, x.dtype)
         weakref.finalize(view, spare.append, room)

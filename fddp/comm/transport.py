@@ -15,6 +15,10 @@ class Transport(NamedTuple):
 
     all_reduce: Callable[[jax.Array], jax.Array]
     """Sum over replicas of what each has for itself, flat."""
+    reduce_scatter: Callable[[jax.Array], jax.Array]
+    """The same, cut into equal parts, of which each replica gets its own."""
+    all_gather: Callable[[jax.Array], jax.Array]
+    """What each has for itself, flat, one behind the other, on all of them."""
     clones: "tuple[Transport, ...]" = ()
     """Transports whose collectives may run side by side, each message on the next; none: this one alone."""
 

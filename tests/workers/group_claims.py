@@ -10,6 +10,7 @@ import numpy as np
 from workers.claims import claim, error_of
 
 import fddp
+from fddp.comm import REPLICATED
 
 
 @claim()
@@ -178,3 +179,31 @@ def open_files(process: object) -> set[str]:
         except OSError:  # it was the folder's own
             continue
     return files
+
+
+@claim()
+def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
+    replicas, own, comm = group.size, group.placement.per_replica, group.communicator
+
+    def inside(x: jax.Array) -> jax.Array:
+        part = comm.reduce_scatter(x.reshape(replicas, -1))
+        return comm.all_gather(part).reshape(-1)
+
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        # Whole numbers of which every sum is exact.
+        mine = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
+        total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
+        x = group.placement.place(mine, own)
+        part = group.transport.reduce_scatter(x)
+        whole = group.transport.all_gather(part)
+        assert part.dtype == whole.dtype == mine.dtype
+        (here,) = [np.asarray(shard.data) for shard in part.addressable_shards]
+        np.testing.assert_array_equal(here, total.astype(dtype)[5 * group.rank :][:5])
+        np.testing.assert_array_equal(_mine(whole), total.astype(dtype))
+        np.testing.assert_array_equal(
+            _mine(group.placement.program(inside, (own,), REPLICATED)(x)), total.astype(dtype)
+        )
+
+
+def _mine(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.addressable_shards[0].data)
