@@ -24,5 +24,6 @@ from fddp.hooks.narrow import noop as noop
 from fddp.hooks.sums import PLAIN as PLAIN
 from fddp.hooks.sums import Reduction as Reduction
 from fddp.hooks.sums import all_finite as all_finite
+from fddp.hooks.sums import plain_bytes as plain_bytes
 from fddp.hooks.sums import reductions as reductions
 from fddp.hooks.sums import summed as summed

@@ -6,7 +6,7 @@ dropped.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fddp.buckets import BucketPlan, Message
-from fddp.comm import Communicator, as_uint32, count_bytes
+from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes
 from fddp.hooks.hook import GradBucket, Hook
 
 
@@ -30,11 +30,22 @@ class Reduction(NamedTuple):
     always."""
     carries: str = "loss and metrics"
     """What is in the message, for people."""
+    collective: Literal["all_reduce", "reduce_scatter", "all_gather"] = "all_reduce"
+    """What is done with it where nothing is to be applied: a sum, a part of the sum for each replica, or no sum but all
+    replicas' messages in a row."""
+    replicas: int = 1
+    """How many there are, where a part is made or parts are gathered."""
 
     @property
     def title(self) -> str:
         """Name and contents."""
         return f"{self.name} ({self.carries})" if self.carries else self.name
+
+    def back(self, message: Any) -> jax.ShapeDtypeStruct:
+        """The form of what comes back of a message of one replica."""
+        parts = {"all_reduce": (1, 1), "reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
+        times, share = parts[self.collective]
+        return jax.ShapeDtypeStruct((message.shape[0] * times // share,), message.dtype)
 
 
 PLAIN = Reduction()
@@ -85,7 +96,12 @@ def summed(
     Returns:
       The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are told).
     """
-    apply = reduction.apply or (lambda comm, message, memory: (comm.all_reduce(message), memory))
+    plain = {
+        "all_reduce": lambda comm, x: comm.all_reduce(x),
+        "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
+        "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
+    }[reduction.collective]
+    apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
 
     def send() -> tuple[Array, Any, Array]:
         (total, new), sent = count_bytes(comm, apply, message, memory)
@@ -98,6 +114,14 @@ def summed(
         send,
         lambda: (jnp.zeros_like(message), memory, jnp.uint32(0)),
     )
+
+
+def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: Any) -> int:
+    """What each replica sends where nothing is applied to a message of so many numbers."""
+    if reduction.collective == "all_gather":
+        return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
+    halves = 2 if reduction.collective == "all_reduce" else 1
+    return -(-halves * all_reduce_bytes(comm, size, dtype) // 2)
 
 
 def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:

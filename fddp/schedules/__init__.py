@@ -13,6 +13,7 @@ from fddp.schedules.one_program import fused as fused
 from fddp.schedules.one_program import in_one_program as in_one_program
 from fddp.schedules.one_program import scope as scope
 from fddp.schedules.pieces import Pieces as Pieces
+from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
 from fddp.schedules.programs import compiled as compiled

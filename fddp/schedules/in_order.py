@@ -44,10 +44,10 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
     """
     prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
 
-    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         rows = group.placement.place(rows, group.placement.per_replica)
-        now = prepare(state, pending, rows)
-        values, sends = now.listed.enter(state, pending, rows), list[Sent]()
+        now = prepare(state, pending, shards, rows)
+        values, sends = now.listed.enter(state, pending, shards, rows), list[Sent]()
         spans.clear()
         ran[:] = now.listed.tasks
         for task in now.listed.tasks:
@@ -67,6 +67,6 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
             del read
             for name in now.last_reads[task.name]:
                 del values[name]
-        return now.listed.leave(values), remembered(sends, memory)
+        return *now.listed.leave(values), remembered(sends, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans), tuple(ran)), make)

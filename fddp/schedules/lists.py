@@ -13,14 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from fddp.buckets import Messages
 from fddp.comm import Placement, trace
 from fddp.jax_internals import ClosedJaxpr, make_program
 from fddp.jaxpr import Stage, arrivals, cut
-from fddp.schedules.pieces import Pieces
-from fddp.schedules.tasks import BYTES, Compute, TaskList, communications
+from fddp.schedules.pieces import Pieces, Round
+from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
+
+GIVEN = ("state", "pending", "rows")
 
 
-def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any, rows: Any) -> TaskList:
+def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
     """The baseline: the backward pass, all messages, the update.
 
     Args:
@@ -28,71 +31,126 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
       pieces: the step.
       state: arguments of one replica, or their forms.
       pending: likewise.
+      shards: likewise.
       rows: likewise.
 
     Returns:
       The list; its values are trees.
     """
-    del placement, state, pending, rows  # one list fits all forms
-    sends = communications(pieces.reductions)
-    sums = [f"sum {k}" for k in range(len(sends))]
+    del placement, state, pending, shards, rows  # one list fits all forms
+    first, *later = communications(pieces.spoken)
 
     def backward(state: Any, pending: Any, rows: Any) -> Sequence[Any]:
-        messages, kept = pieces.local(state, pending, rows)
-        return *messages.arrays, (replace(messages, arrays=()), kept)
+        return _sent(*pieces.local(state, pending, rows))
 
-    def update(state: Any, kept: Any, nbytes: Any, *sums: Any) -> Sequence[Any]:
+    def again(one: Round) -> Callable[..., Sequence[Any]]:
+        def run(state: Any, shards: Any, kept: Any, *back: Any) -> Sequence[Any]:
+            messages, kept = kept
+            return _sent(*one.run(state, shards, replace(messages, arrays=back), kept))
+
+        return run
+
+    def finish(state: Any, shards: Any, kept: Any, nbytes: Any, *back: Any) -> Sequence[Any]:
         messages, kept = kept
-        return (pieces.finish(state, replace(messages, arrays=sums), kept, nbytes),)
+        return pieces.finish(state, shards, replace(messages, arrays=back), kept, nbytes)
 
-    first = Compute("backward", ("state", "pending", "rows"), (*(task.reads[0] for task in sends), "kept"), backward)
-    last = Compute("update", ("state", "kept", BYTES, *sums), ("result",), update, "update")
+    tasks: list[Task] = [Compute("backward", GIVEN, (*_read(first), "kept"), backward), *first]
+    kept, back = "kept", _written(first)
+    for one, sends in zip(pieces.rounds, later):
+        reads, kept = ("state", SHARDS, kept, *back), f"kept by {one.name}"
+        tasks += [Compute(one.name, reads, (*_read(sends), kept), again(one), "update"), *sends]
+        back = _written(sends)
+    last = "unpack" if pieces.rounds else "update"
+    tasks.append(Compute(last, ("state", SHARDS, kept, BYTES, *back), ("result", NEW), finish, "update"))
     return TaskList(
-        (first, *sends, last),
-        lambda state, pending, rows: {"state": state, "pending": pending, "rows": rows},
-        lambda values: values["result"],
+        tuple(tasks),
+        lambda state, pending, shards, rows: {"state": state, "pending": pending, SHARDS: shards, "rows": rows},
+        lambda values: (values["result"], values[NEW]),
     )
 
 
-def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, rows: Any) -> TaskList:
-    """The backward pass cut where messages are made, the update where sums come back.
+def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
+    """The backward pass cut where messages are made, what is done with them where they come back.
 
     Args:
       placement: where the replicas' programs run.
       pieces: the step.
       state: arguments of one replica, or their forms.
       pending: likewise.
+      shards: likewise.
       rows: likewise.
 
     Returns:
-      The list; its values are arrays, named by their paths in (state, pending, rows) and in the result.
+      The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
     """
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, rows))
-    sends, count = communications(pieces.reductions), len(pieces.reductions)
-    states = _names("state", forms[0])
-    entering = [*states, *_names("pending", forms[1]), *_names("rows", forms[2])]
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, shards, rows))
+    state, pending, shards, rows = given
+    entering = [*_names("state", state), *_names("pending", pending), *_names(SHARDS, shards), *_names("rows", rows)]
+    there = [*_names("state", state), *_names(SHARDS, shards)]
+    (sends, *later), count = communications(pieces.spoken), len(pieces.reductions)
 
-    closed, (messages, kept) = trace(placement, pieces.local, *forms)
-    all_kept = _names("kept", kept)
+    closed, (messages, kept) = trace(placement, pieces.local, state, pending, rows)
+    of_local = [name for name in entering if name.split("/")[0] != SHARDS]
+    names = _names("kept", kept)
     groups = [[k] for k in range(count)]
     groups[-1] += range(count, len(closed.out_avals))
-    backward = _stages("stage", "compute", closed, entering, [*(task.reads[0] for task in sends), *all_kept], groups)
+    stages = _stages("stage", "compute", closed, of_local, [*_read(sends), *names], groups)
+    tasks: list[Task] = [task for pair in zip(stages, sends) for task in pair]
 
-    nbytes = jax.ShapeDtypeStruct((count,), np.uint32)
-    closed, result = trace(placement, pieces.finish, forms[0], messages, kept, nbytes)
-    given, results = [*states, *(task.writes[0] for task in sends), *all_kept, BYTES], _names("result", result)
-    # What a sum is for is done when it is back; how much was sent is known when all of them are.
-    back = arrivals(closed, {len(states) + k: k for k in range(count)} | {len(given) - 1: count - 1})
-    when = [_used(k, count) for k in back]
-    groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
-    update = _stages("update", "update", closed, given, results, groups)
+    for one, next_sends in zip(pieces.rounds, later):
+        back = _back(sends, messages)
+        closed, (messages, kept) = trace(placement, one.run, state, shards, back, kept)
+        read = [*there, *_written(sends), *names]
+        names = _names(f"kept by {one.name}", kept)
+        stages, made = _in_turn(one.name, closed, read, len(there), [*_read(next_sends), *names], len(sends))
+        for task, writes in zip(stages, made):
+            tasks += [task, *(send for send in next_sends if send.reads[0] in writes)]
+        sends = next_sends
 
-    treedef = jax.tree.structure(result)
+    nbytes = jax.ShapeDtypeStruct((sum(map(len, pieces.spoken)),), np.uint32)
+    back = _back(sends, messages)
+    closed, (result, new) = trace(placement, pieces.finish, state, shards, back, kept, nbytes)
+    read, results = [*there, *_written(sends), *names, BYTES], [*_names("result", result), *_names(NEW, new)]
+    title = "unpack" if pieces.rounds else "update"
+    stages, _ = _in_turn(title, closed, read, len(there), results, len(sends))
+
+    treedef = jax.tree.structure((result, new))
     return TaskList(
-        (*(task for pair in zip(backward, sends) for task in pair), *update),
+        (*tasks, *stages),
         lambda *arguments: dict(zip(entering, jax.tree.leaves(arguments))),
         lambda values: treedef.unflatten([values[name] for name in results]),
     )
+
+
+def _in_turn(
+    title: str, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
+) -> tuple[list[Compute], list[set[str]]]:
+    """What is made of `count` messages that come back one after the other, given from number `before` on, in stages.
+
+    What a message is for is done when it is back; how much was sent is known when all of them are.
+    """
+    back = {before + k: k for k in range(count)} | {at: count - 1 for at, name in enumerate(given) if name == BYTES}
+    when = [_used(k, count) for k in arrivals(closed, back)]
+    groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
+    return _stages(title, "update", closed, given, made, groups), [{made[k] for k in group} for group in groups]
+
+
+def _sent(messages: Messages, kept: Any) -> Sequence[Any]:
+    return *messages.arrays, (replace(messages, arrays=()), kept)
+
+
+def _back(sends: Sequence[Communicate], messages: Messages) -> Messages:
+    """The forms of what comes back of messages."""
+    arrays = [task.reduction.back(x) for task, x in zip(sends, messages.arrays)]
+    return replace(messages, arrays=tuple(arrays))
+
+
+def _read(sends: Sequence[Communicate]) -> tuple[str, ...]:
+    return tuple(task.reads[0] for task in sends)
+
+
+def _written(sends: Sequence[Communicate]) -> tuple[str, ...]:
+    return tuple(task.writes[0] for task in sends)
 
 
 def _stages(

@@ -39,11 +39,12 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
       The runner.
     """
     own = group.placement.per_replica
-    specs, donated = ((REPLICATED, own, own, own), (REPLICATED, own)), (0, 2) if donate else ()
+    specs = (REPLICATED, own, own, own, own), (REPLICATED, own, own)
+    donated = (0, 2, 3) if donate else ()
     program = group.placement.program(partial(traced, group, make), *specs, donate=donated)
 
-    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
-        given = (state, pending, memory, group.placement.feed(rows))
+    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
+        given = (state, pending, shards, memory, group.placement.feed(rows))
         try:
             result = program(*given)
         except BaseException:
@@ -53,20 +54,25 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
         group.recovery.sends()
         return jax.block_until_ready(result) if group.placement.shares_cores else result
 
-    def lower(state: Any, pending: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
-        return program.lower(state, pending, memory, group.placement.feed(rows))
+    def lower(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
+        return program.lower(state, pending, shards, memory, group.placement.feed(rows))
 
     return Runner(run, lower, None, make)
 
 
-def traced(group: Group, make: MakeList, state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+def traced(
+    group: Group, make: MakeList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+) -> tuple[Any, Any, Memory]:
     """What one replica does; each message has a name by which `fddp.audit` finds it.
 
     Where a hook's sum is not finite, all remember what they did before: of an overflow nothing would ever be finite
     again, and an optimizer that passes such a step over does not use the other sums either.
     """
-    listed, comm = make(state, pending, rows), group.communicator
-    values, before = listed.enter(state, pending, rows), drop_replica_dim(memory) or ((),) * len(listed.messages)
+    listed, comm = make(state, pending, shards, rows), group.communicator
+    values, before = (
+        listed.enter(state, pending, shards, rows),
+        drop_replica_dim(memory) or ((),) * len(listed.messages),
+    )
     sums, remembered, sent = list[str](), list[Any](), list[Any]()
     for task in listed.tasks:
         read = [values[name] for name in task.reads]
@@ -92,7 +98,7 @@ def traced(group: Group, make: MakeList, state: Any, pending: Any, memory: Memor
     hooked = [values[task.writes[0]] for task in listed.messages if task.reduction.apply]
     finite = jnp.all(jnp.array([all_finite(total) for total in hooked], bool))
     new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(remembered), tuple(before))
-    return listed.leave(values), add_replica_dim(new[: len(memory)])
+    return *listed.leave(values), add_replica_dim(new[: len(memory)])
 
 
 def scope(task: Communicate) -> str:

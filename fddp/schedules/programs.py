@@ -13,7 +13,7 @@ from fddp.comm import REPLICATED, Group, Placement, of_one_replica
 from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.pieces import MakeList
 from fddp.schedules.send import Sent, sending
-from fddp.schedules.tasks import Compute, TaskList, equal_everywhere
+from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
@@ -42,7 +42,7 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
       donate: whether a task may use the memory of the state that no later one reads.
 
     Returns:
-      (state, pending, rows), as all replicas together have them → what is ready.
+      (state, pending, shards, rows), as all replicas together have them → what is ready.
     """
     known: dict[Any, Prepared] = {}
 
@@ -123,10 +123,11 @@ def compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], 
             # For some there is nothing to do: what they wait for is used elsewhere.
             programs[task.name] = program(task) if task.writes else task.run
         else:
-            message = forms[task.reads[0]]
-            summed = (message.shape[0] // placement.replicas_in_array, *message.shape[1:])
+            back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
+            if not equal_everywhere(task.writes[0]):
+                back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
             nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
-            forms.update(zip(task.writes, (jax.ShapeDtypeStruct(summed, message.dtype), nbytes)))
+            forms.update(zip(task.writes, (back, nbytes)))
     return programs
 
 
@@ -139,12 +140,14 @@ def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) ->
 
 def _usable(task: Compute, free: Sequence[str], forms: Mapping[str, Any]) -> list[int]:
     """Places of the state's values whose memory a result can have: none is donated that has no such place."""
-    room = Counter(_shapes([forms[name] for name in task.writes if equal_everywhere(name)]))
-    places = list[int]()
+
+    def wants(name: str) -> Counter[Any]:
+        return Counter((equal_everywhere(name), *shape) for shape in _shapes(forms[name]))
+
+    room, places = sum(map(wants, task.writes), Counter()), list[int]()
     for at, name in enumerate(task.reads):
-        wanted = Counter(_shapes(forms[name]))
-        if name in free and _of_state(name) and wanted <= room:
-            room -= wanted
+        if name in free and _of_state(name) and wants(name) <= room:
+            room -= wants(name)
             places.append(at)
     return places
 
@@ -154,7 +157,7 @@ def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def _of_state(name: str) -> bool:
-    return name.split("/")[0] == "state"
+    return name.split("/")[0] in ("state", SHARDS)
 
 
 def _callbacks(jaxpr: Jaxpr) -> list[Any]:

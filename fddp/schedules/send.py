@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import UInt32
 
-from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, all_reduce_bytes, drop_replica_dim
-from fddp.hooks import Memory, Reduction, all_finite, summed
+from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim
+from fddp.hooks import Memory, Reduction, all_finite, plain_bytes, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
 
@@ -60,8 +60,8 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             group.recovery.sends()
             with group.journal.message(reduction.title, size * message.dtype.itemsize):
                 if reduction.apply is None:
-                    total = transport.all_reduce(message)
-                    sent = all_reduce_bytes(group.communicator, size, message.dtype)
+                    total = getattr(transport, reduction.collective)(message)
+                    sent = plain_bytes(group.communicator, reduction, size, message.dtype)
                 else:
                     with asked_for():  # a collective of MPI takes a token along, which is new in each thread
                         total, mine, sent, finite = jax.block_until_ready(programs[k](message, mine))

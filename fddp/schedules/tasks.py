@@ -9,12 +9,18 @@ held against a compiled program.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from fddp.hooks import Reduction
 
 # What is equal on all replicas, by the first word of its name; all else each replica has for itself.
-EQUAL = frozenset({"state", "sum", "bytes", "result"})
+EQUAL = frozenset({"state", "sum", "whole", "bytes", "result"})
 # What all messages of a list sent, in order; there once the last one is back.
 BYTES = "bytes"
+# The shards of the state that a step is given, and of the one that it makes.
+SHARDS, NEW = "shards", "new"
+# What comes back of a message, by the collective.
+BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole"}
 
 
 class Compute(NamedTuple):
@@ -30,13 +36,13 @@ class Compute(NamedTuple):
 
 
 class Communicate(NamedTuple):
-    """A message, summed over the replicas."""
+    """A message, summed over the replicas, or gathered."""
 
     name: str
     reads: tuple[str, ...]
     """The message; and the sum whose beginning says whether anybody needs this one, if that is asked."""
     writes: tuple[str, ...]
-    """Its sum; the last one of a list also the bytes of all."""
+    """What comes back; the last one of a list also the bytes of all."""
     reduction: Reduction = Reduction()
     """How."""
     kind: str = "communication"
@@ -49,10 +55,10 @@ class TaskList(NamedTuple):
     """A step of one replica."""
 
     tasks: tuple[Task, ...]
-    enter: Callable[[Any, Any, Any], dict[str, Any]]
-    """(state, pending, rows) → the values that are there at first."""
-    leave: Callable[[dict[str, Any]], Any]
-    """The values that are there at last → the step's result."""
+    enter: Callable[[Any, Any, Any, Any], dict[str, Any]]
+    """(state, pending, shards, rows) → the values that are there at first."""
+    leave: Callable[[dict[str, Any]], tuple[Any, Any]]
+    """The values that are there at last → the step's result, and the next shards."""
 
     @property
     def messages(self) -> tuple[Communicate, ...]:
@@ -77,15 +83,17 @@ def equal_everywhere(name: str) -> bool:
     return name.replace("/", " ").split()[0] in EQUAL
 
 
-def communications(reductions: Sequence[Reduction]) -> list[Communicate]:
-    """The tasks that send messages: "message k" becomes "sum k"."""
+def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:
+    """The tasks that send messages, numbered through all rounds: "message k" becomes "sum k"."""
+    firsts = np.cumsum([0, *map(len, rounds)]).tolist()
 
     def task(k: int, reduction: Reduction) -> Communicate:
         mask = () if reduction.leaves is None else ("sum 0",)
-        told = (BYTES,) if k == len(reductions) - 1 else ()
-        return Communicate(reduction.name, (f"message {k}", *mask), (f"sum {k}", *told), reduction)
+        told = (BYTES,) if k == firsts[-1] - 1 else ()
+        back = f"{BACK[reduction.collective]} {k}"
+        return Communicate(reduction.name, (f"message {k}", *mask), (back, *told), reduction)
 
-    return [task(k, reduction) for k, reduction in enumerate(reductions)]
+    return [[task(first + k, one) for k, one in enumerate(some)] for first, some in zip(firsts, rounds)]
 
 
 def _abridged(names: Sequence[str], most: int = 3) -> str:

@@ -51,15 +51,15 @@ def on_threads(group: Group, make: MakeList, donate: bool) -> Runner:
     """
     prepare, spans, ran = preparing(group, make, compiled, donate), list[Span](), list[Task]()
 
-    def run(state: Any, pending: Any, memory: Memory, rows: Any) -> tuple[Any, Memory]:
+    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         if without_jit():
             raise ValueError(
                 "under jax.disable_jit() a loss runs operation by operation, and schedule='staged' has cut it into "
                 "compiled stages: make the step with schedule='fused' or 'after' to look inside."
             )
         rows = group.placement.place(rows, group.placement.per_replica)
-        now = prepare(state, pending, rows)
-        values = now.listed.enter(state, pending, rows)
+        now = prepare(state, pending, shards, rows)
+        values = now.listed.enter(state, pending, shards, rows)
         spans.clear()
         ran[:] = now.listed.tasks
         count = len(side_by_side(group, [task.reduction for task in now.listed.messages]))
@@ -74,7 +74,7 @@ def on_threads(group: Group, make: MakeList, donate: bool) -> Runner:
                 thread.shutdown()
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
-        return now.listed.leave(values), remembered(done, memory)
+        return *now.listed.leave(values), remembered(done, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans), tuple(ran)), make)
 

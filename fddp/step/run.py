@@ -15,8 +15,8 @@ from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState
 
-# What is equal on all replicas, what is pending, and what is remembered for each message: where programs take them.
-Given: TypeAlias = tuple[TrainState, Any, Any]
+# What is equal on all replicas, pending, in shards, and remembered for each message: where programs take them.
+Given: TypeAlias = tuple[TrainState, Any, Any, Any]
 
 
 def ready(
@@ -81,7 +81,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
     """
     group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery:
-        result, memory = settled.runner.run(*given, batch)
+        result, _, memory = settled.runner.run(*given, batch)
         if timeline:
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
@@ -92,7 +92,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
 def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
-    replicated, pending, _ = given
+    replicated, pending, *_ = given
     journal = settled.replica.group.journal
     journal.say("no_sync")
     accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
@@ -115,7 +115,7 @@ def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
     replicated = state._replace(accumulated=None, hook_state=())
     pending = of_one_replica(state.accumulated, group.placement.replicas_in_array)
     rows = of_one_replica(batch, group.size // group.processes)
-    return settled.runner.tasks(replicated, pending, rows)
+    return settled.runner.tasks(replicated, pending, (), rows)
 
 
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
@@ -123,9 +123,10 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
     if alone and placement.holds(leaves):
-        return state, None, ()
+        return state, None, (), ()
     refuse_deleted(leaves)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated = placement.place(state._replace(accumulated=None, hook_state=()), REPLICATED)
-    return replicated, *placement.place((state.accumulated, memory), placement.per_replica)
+    pending, memory = placement.place((state.accumulated, memory), placement.per_replica)
+    return replicated, pending, (), memory

@@ -106,8 +106,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after))
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
-    def finish(state: TrainState, *back: Any) -> Any:
-        return use(replica, where, state, replica.mean(plan, where.params, state, *back))
+    def finish(state: TrainState, shards: Any, *back: Any) -> tuple[Any, Any]:
+        return use(replica, where, state, replica.mean(plan, where.params, state, *back)), shards
 
     pieces = Pieces(partial(replica.local, plan, where.params), replica.reductions(plan, state.params), finish)
     own, donated = group.placement.per_replica, (1,) if options.donate else ()

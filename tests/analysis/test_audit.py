@@ -260,7 +260,9 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 def test_merged_and_swapped_buckets_are_named(text, words):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * 2, bucket_cap_mb=0)
     module = parse(text)
-    audit = read(module, find_collectives(module), communications(reductions(plan, None, None)), plan, "h100:8", None)
+    audit = read(
+        module, find_collectives(module), communications([reductions(plan, None, None)])[0], plan, "h100:8", None
+    )
     assert any(words in problem for problem in audit.problems())
 
 
