@@ -44,6 +44,7 @@ from fddp.step import TrainState as TrainState
 from fddp.step import TrainStep as TrainStep
 from fddp.step import train_step as train_step
 from fddp.step import value_and_grad as value_and_grad
+from fddp.step import whole as whole
 
 if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit as Audit

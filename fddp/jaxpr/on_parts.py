@@ -142,4 +142,6 @@ def _branch(
 
 def _spread(x: Any, shape: tuple[int, ...]) -> Array:
     """A number, or an array of equal ones, in the size of a part, which stays as it is."""
-    return x if jnp.shape(x) == shape else jnp.broadcast_to(jnp.ravel(x)[0], shape)
+    if jnp.shape(x) == shape:
+        return x
+    return jnp.broadcast_to(jnp.ravel(x)[0], shape) if jnp.size(x) else jnp.zeros(shape, jnp.result_type(x))

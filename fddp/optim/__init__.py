@@ -8,5 +8,7 @@ from fddp.optim.loss_scale import DynamicScaleState as DynamicScaleState
 from fddp.optim.loss_scale import all_finite as all_finite
 from fddp.optim.loss_scale import dynamic_scale as dynamic_scale
 from fddp.optim.loss_scale import scaled as scaled
+from fddp.optim.parts import divided as divided
+from fddp.optim.parts import kinds_of_state as kinds_of_state
 from fddp.optim.updates import check_needs as check_needs
 from fddp.optim.updates import update as update

@@ -56,27 +56,40 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
 
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     opt_state = jax.eval_shape(optimizer.init, forms)
-    numbers = jax.tree.unflatten(jax.tree.structure(forms), range(len(jax.tree.leaves(forms))))
-    of_params = jax.tree.map(Follows, numbers)
-    of_state = map_state(lambda part: _of_parts(part, forms, numbers), lambda x: Same(x.size == 1), forms, opt_state)
+    of_params = jax.tree.unflatten(jax.tree.structure(forms), map(Follows, range(len(jax.tree.leaves(forms)))))
+    of_state = kinds_of_state(opt_state, forms, of_params)
     inputs = (*_kinds(of_params), *_kinds(of_state), *_kinds(of_params), Same())
     program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
     mixed = [kind for kind in kinds(program, inputs) if isinstance(kind, Whole)]
     return Divided(program, inputs, {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)})
 
 
-def _of_parts(part: Any, params: Any, numbers: Any) -> Any:
-    """What an optimizer's state holds for parameters: what has their shape follows them, one number is all ranks'."""
+def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
+    """What the arrays of an optimizer's state are.
 
-    def of(x: Any, param: Any, number: int) -> Any:
+    Args:
+      opt_state: the state, or its form.
+      params: the parameters that it is for.
+      of_params: a tree like them: which leaf each of them follows; None: they are numbered.
+
+    Returns:
+      A kind for each: what has a parameter's shape follows it, one number is all ranks'.
+    """
+    if of_params is None:
+        of_params = jax.tree.unflatten(jax.tree.structure(params), map(Follows, range(len(jax.tree.leaves(params)))))
+
+    def of(x: Any, param: Any, follows: Follows) -> Any:
         if masked(x):
             return x
         if jnp.shape(x) == jnp.shape(param):
-            return Follows(number)
+            return follows
         why = f"a state of shape {list(jnp.shape(x))}"
-        return Same() if x.size == 1 else Whole(frozenset({number}), why)
+        return Same() if x.size == 1 else Whole(frozenset({follows.leaf}), why)
 
-    return jax.tree.map(of, part, params, numbers, is_leaf=masked)
+    def of_part(part: Any) -> Any:
+        return jax.tree.map(of, part, params, of_params, is_leaf=masked)
+
+    return map_state(of_part, lambda x: Same(x.size == 1), params, opt_state)
 
 
 def _kinds(tree: Any) -> list[Kind]:

@@ -113,8 +113,10 @@ def compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], 
         told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
         same = (lowered.as_text(), jax.tree.structure(read), *shapes, *told_apart)
         if same not in known:
-            # What is compiled ahead of time takes no arrays of less than 8 bits: JAX gives them another layout.
-            made = jit if any(sub_byte(dtype) for _, dtype in shapes) else lowered.compile()
+            # What is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another layout, and
+            # not the token that MPI's collectives hand on.
+            ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
+            made = lowered.compile() if ahead else jit
             known[same] = made, traced.jaxpr.consts
         return known[same][0]
 

@@ -10,3 +10,4 @@ from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import TrainState as TrainState
 from fddp.step.train import TrainStep as TrainStep
 from fddp.step.train import train_step as train_step
+from fddp.step.whole import whole as whole

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from fddp.buckets import is_shard
 from fddp.comm import REPLICATED, Group, shortened
 from fddp.step.checkpoint_files import Leaves, Saved
 from fddp.step.state import TrainState
+from fddp.step.whole import cut
+from fddp.step.whole import whole as put_together
 
 OWN = ("hook_state", "accumulated")
 """The parts of a state that each replica has for itself, along a first dim."""
@@ -28,7 +31,7 @@ def whole(group: Group, state: TrainState) -> Leaves:
       Arrays by their paths; the words of random keys. Nothing on the other ranks.
     """
     leaves = dict[str, np.ndarray]()
-    for name, x in _named(state).items():
+    for name, x in _named(put_together(state, group=group)).items():
         x = _words(x)
         if _apart(group, name):
             x = np.concatenate(group.all_gather(x))
@@ -91,18 +94,21 @@ def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
     def laid(name: str, x: Any) -> Any:
         if name in forgotten:
             return x
+        if is_shard(x):
+            return cut(group, saved.leaves[name], x)
         mine = saved.leaves[name][group.rank :][:1] if _apart(group, name) else saved.leaves[name]
         if not isinstance(x, jax.Array):
             return mine
         array = jax.make_array_from_callback(mine.shape, _words(x).sharding, mine.__getitem__)
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if _is_key(x) else array
 
-    return jax.tree.unflatten(jax.tree.structure(like), [laid(name, x) for name, x in named.items()])
+    tree = jax.tree.structure(like, is_leaf=is_shard)
+    return tree.unflatten([laid(name, x) for name, x in named.items()])
 
 
 def _named(state: TrainState) -> dict[str, Any]:
     """The leaves by their paths, in their order."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
@@ -126,6 +132,8 @@ def _apart(group: Group, name: str) -> bool:
 
 
 def _form(group: Group, name: str, x: Any) -> str:
+    if is_shard(x):
+        return f"{x.parts.dtype}{list(x.shape)}"
     words = _words(x)
     shape = [group.size, *words.shape[1:]] if _apart(group, name) else list(words.shape)
     return f"{words.dtype}{shape}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from fddp.buckets import to_words
+from fddp.buckets import take_apart, to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
 from fddp.step.state import TrainState
 
@@ -37,7 +37,8 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
     def check(state: TrainState, number: int) -> None:
         if not every or number % every:
             return
-        tree = {"params": state.params, "opt_state": state.opt_state}
+        # What each replica has a part of is on no other.
+        tree, _ = take_apart({"params": state.params, "opt_state": state.opt_state})
         found = program(group.placement.place(tree, REPLICATED))
         mine = np.concatenate([np.asarray(shard.data) for shard in found.addressable_shards if shard.replica_id == 0])
         rows = group.all_gather(mine)

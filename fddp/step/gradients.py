@@ -53,6 +53,8 @@ def value_and_grad(
     settings = read_options("value_and_grad", options | {"donate": False})
     if settings.check_replicas_every:
         raise ValueError("check_replicas_every is for train_step: value_and_grad has no state to compare.")
+    if settings.shard:
+        raise ValueError("shard is for train_step: value_and_grad has no optimizer whose state could be shared.")
     if settings.skip_nonfinite:
         raise ValueError(
             "skip_nonfinite=True is for train_step: value_and_grad has no step to skip. Its gradients are equal on all "

@@ -61,6 +61,9 @@ class Options:
         state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
         picks. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
+      shard (None): 'optimizer': each replica holds a part of the optimizer's state and updates that part of the
+        parameters (ZeRO, stage 1), with the bytes of an all-reduce; None: each holds and updates all. For an optimizer
+        that works element by element, but for norms; `fddp.whole(state)` puts a state together.
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
         even if the step fails: what else holds its arrays then finds that they have been deleted. Copy before what is
         to stay (a Flax module is got by `from_nnx(…).module(state)`), or give False.
@@ -83,6 +86,7 @@ class Options:
     skip_nonfinite: bool = False
     check_replicas_every: int = 0
     schedule: str | Schedule = "auto"
+    shard: Literal["optimizer"] | None = None
     donate: bool = True
 
     def __post_init__(self) -> None:
@@ -108,6 +112,13 @@ class Options:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.broadcast_buffers not in (True, False, "mean"):
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
+        if self.shard not in (None, "optimizer"):
+            raise ValueError(f"shard must be 'optimizer' or None, got {self.shard!r}.")
+        for name in ("hook", "skip_all_reduce_unused_params"):
+            if self.shard and getattr(self, name):
+                raise ValueError(
+                    f"shard={self.shard!r} scatters every bucket as it is, and cannot go with {name}: leave one out."
+                )
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
 

@@ -3,17 +3,17 @@
 It gathers contributions, packs them into messages, and when the sums come back it divides and uses them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, make_plan, pack_parts, place_scalars, unpack_parts
+from fddp.buckets import BucketPlan, Messages, make_plan, place_scalars
 from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
@@ -23,6 +23,10 @@ from fddp.optim import scaled
 from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
+
+# (gradients, tail) -> messages; what came back -> (gradients, None for leaves that did not travel; tail)
+Pack: TypeAlias = Callable[[Any, Any], Messages]
+Unpack: TypeAlias = Callable[[Messages], tuple[list[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -40,24 +44,27 @@ class Replica:
 
     def __post_init__(self) -> None:
         axes = self.group.placement.other_axes
+        if self.options.shard and axes:
+            raise ValueError(
+                f"shard={self.options.shard!r} cuts leaves over replicas of one device each, and a replica of this "
+                f"group is several devices, along {', '.join(map(repr, axes))}: leave shard out."
+            )
         if self.options.hook is not None and axes:
             raise ValueError(
                 f"{self.options.hook} works on whole buckets, and a replica of this group is several devices, along "
                 f"{', '.join(map(repr, axes))}; a hook needs replicas of one device each."
             )
 
-    def local(
-        self, plan: BucketPlan, where: Any, state: TrainState, pending: Pending | None, rows: Any
-    ) -> tuple[Messages, Any]:
-        """What this replica sends, and what it keeps for itself; `where` its parameters lie, from `comm.specs`."""
+    def local(self, pack: Pack, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Messages, Any]:
+        """What this replica sends, and what it keeps for itself."""
         _, pending = self._gather(state, pending, rows)
         sent, kept = self.buffers.send(self.group.communicator, pending.model_state, rows)
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
-        grads = _tree(plan, self.chosen(state.params), pending.sums.grads)
+        grads = _tree(jax.tree.structure(state.params), self.chosen(state.params), pending.sums.grads)
         # Each replica's own gradients are seen here for the last time.
         broken = _broken(pending.sums.grads) if self.options.skip_nonfinite else None
-        return pack_parts(self.group.placement.other_axes, plan, grads, tail, where), add_replica_dim((kept, broken))
+        return pack(grads, tail), add_replica_dim((kept, broken))
 
     @property
     def buffers(self) -> Buffers:
@@ -69,17 +76,19 @@ class Replica:
         asks_first = self.options.skip_all_reduce_unused_params
         return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None)
 
-    def mean(self, plan: BucketPlan, where: Any, state: TrainState, messages: Messages, kept: Any, sent: Any) -> Mean:
+    def mean(
+        self, plan: BucketPlan, unpack: Unpack, state: TrainState, messages: Messages, kept: Any, sent: Any
+    ) -> Mean:
         """What the replicas have in common, from the sums over all of them."""
-        came, (used, sums, buffers) = unpack_parts(self.group.placement.other_axes, plan, messages, where)
+        came, (used, sums, buffers) = unpack(messages)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
         kept, broken = kept
         model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, kept)
-        used = None if used is None else _tree(plan, chosen, list(used.astype(jnp.int32)))
-        grads = _tree(plan, chosen, means.grads)
+        used = None if used is None else _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
+        grads = _tree(plan.treedef, chosen, means.grads)
         # Whatever leads, bucket k's bytes are number k.
         sent = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
         return Mean(grads, means.loss, means.aux, model_state, sent, used, drop_replica_dim(broken))
@@ -90,7 +99,7 @@ class Replica:
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
         plan = make_plan(parts(self.group.placement, params), order=order, **self.options.caps)
-        exact = self.options.hook is None and not asks_first
+        exact = self.options.hook is None and not asks_first and not self.options.shard
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
     def remembered(self, params: Any) -> Any:
@@ -174,7 +183,7 @@ def _start(state: TrainState) -> Pending:
     return Pending(None, state.model_state, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
 
 
-def _tree(plan: BucketPlan, chosen: Sequence[int], grads: Sequence[Array]) -> Any:
+def _tree(treedef: Any, chosen: Sequence[int], grads: Sequence[Array]) -> Any:
     """Gradients in a tree like the parameters, with None for leaves that have none."""
     inside = dict(zip(chosen, grads))
-    return jax.tree.unflatten(plan.treedef, [inside.get(i) for i in range(len(plan.leaves))])
+    return treedef.unflatten([inside.get(i) for i in range(treedef.num_leaves)])

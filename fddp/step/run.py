@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
@@ -81,11 +82,13 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
     """
     group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery:
-        result, _, memory = settled.runner.run(*given, batch)
+        result, shards, memory = settled.runner.run(*given, batch)
         if timeline:
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(result[1])
+    if settled.replica.options.shard:
+        result = join(result, shards)
     return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
 
@@ -113,20 +116,23 @@ def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
     """What a step with arguments of this form launches."""
     group = settled.replica.group
     replicated = state._replace(accumulated=None, hook_state=())
-    pending = of_one_replica(state.accumulated, group.placement.replicas_in_array)
+    replicated, shards = take_apart(replicated)
+    pending, shards = of_one_replica((state.accumulated, shards), group.placement.replicas_in_array)
     rows = of_one_replica(batch, group.size // group.processes)
-    return settled.runner.tasks(replicated, pending, (), rows)
+    return settled.runner.tasks(replicated, pending, shards, rows)
 
 
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
-    if alone and placement.holds(leaves):
+    if alone and not settled.replica.options.shard and placement.holds(leaves):
         return state, None, (), ()
     refuse_deleted(leaves)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
-    replicated = placement.place(state._replace(accumulated=None, hook_state=()), REPLICATED)
-    pending, memory = placement.place((state.accumulated, memory), placement.per_replica)
-    return replicated, pending, (), memory
+    replicated, shards = state._replace(accumulated=None, hook_state=()), []
+    if settled.replica.options.shard:
+        replicated, shards = take_apart(replicated)
+    own = placement.place((state.accumulated, shards, memory), placement.per_replica)
+    return placement.place(replicated, REPLICATED), *own

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.buckets import BucketPlan, scalar_dtype
+from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, unpack_parts
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order
@@ -21,6 +21,7 @@ from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
+from fddp.step.sharded import sharded_pieces
 from fddp.step.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
@@ -98,7 +99,9 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     paths = group.all_reduce(np.asarray(paths, np.int32), op="max")
     reached = {i for i, path in zip(chosen, paths) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
-    later = [i for i in order if i not in reached] if options.skip_all_reduce_unused_params else []
+    # Where each replica updates a part, all that is trained comes back from the others.
+    all_travel = options.skip_all_reduce_unused_params or options.shard
+    later = [i for i in order if i not in reached] if all_travel else []
     order = [*(i for i in order if i in reached), *later]
     where = specs(group.placement, state._replace(accumulated=None, hook_state=()))
     averaged = state.model_state if options.broadcast_buffers == "mean" else None
@@ -106,10 +109,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after))
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
-    def finish(state: TrainState, shards: Any, *back: Any) -> tuple[Any, Any]:
-        return use(replica, where, state, replica.mean(plan, where.params, state, *back)), shards
-
-    pieces = Pieces(partial(replica.local, plan, where.params), replica.reductions(plan, state.params), finish)
+    used = partial(use, replica, where)
+    pieces = sharded_pieces(replica, plan, used) if options.shard else _whole_pieces(replica, plan, where, state, used)
     own, donated = group.placement.per_replica, (1,) if options.donate else ()
     in_specs, out_specs = (REPLICATED, own, own), (own, REPLICATED)
     return Settled(
@@ -121,6 +122,22 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
     )
+
+
+def _whole_pieces(
+    replica: Replica, plan: BucketPlan, where: TrainState, state: TrainState, use: Callable[[TrainState, Mean], Any]
+) -> Pieces:
+    """The pieces of a step that every replica does as a whole."""
+    axes = replica.group.placement.other_axes
+
+    def unpack(messages: Messages) -> tuple[list[Any], Any]:
+        return unpack_parts(axes, plan, messages, where.params)
+
+    def finish(state: TrainState, shards: Any, *back: Any) -> tuple[Any, Any]:
+        return use(state, replica.mean(plan, unpack, state, *back)), shards
+
+    pack = partial(pack_parts, axes, plan, where=where.params)
+    return Pieces(partial(replica.local, pack), replica.reductions(plan, state.params), finish)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:

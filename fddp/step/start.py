@@ -17,6 +17,7 @@ from fddp.jaxpr import merge, split
 from fddp.optim import check_needs
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.replica import Replica
+from fddp.step.sharded import check_shards
 
 
 def equal_start(group: Group, tree: Any) -> Any:
@@ -60,6 +61,7 @@ def described_start(
     check_arrays(params)
     check_trained(params, replica.chosen(params))
     check_needs(optimizer, replica.trained(params))
+    check_shards(replica, optimizer, params)
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
     return [
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",

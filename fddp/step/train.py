@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import fddp
-from fddp.buckets import BucketPlan
+from fddp.buckets import BucketPlan, join, take_apart
 from fddp.comm import REPLICATED, Group, specs, verify
 from fddp.losses import check_callable, make_objective
 from fddp.optim import check_needs, optimizer_laid_out
@@ -26,6 +26,7 @@ from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
+from fddp.step.sharded import forms_in_shards, in_shards
 from fddp.step.skips import Skips
 from fddp.step.start import described_start, equal_start
 from fddp.step.state import StepInfo, TrainState
@@ -73,10 +74,11 @@ class TrainStep:
 
         def make(trained: Any) -> Any:
             opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-            return optimizer_laid_out(group.placement.other_axes, opt_state, trained, where)
+            opt_state = in_shards(group, opt_state, trained) if replica.options.shard else opt_state
+            return take_apart(optimizer_laid_out(group.placement.other_axes, opt_state, trained, where))
 
-        opt_state = group.placement.program(make, (REPLICATED,), REPLICATED)(trained)
         own = group.placement.per_replica
+        opt_state = join(*group.placement.program(make, (REPLICATED,), (REPLICATED, own))(trained))
         hook_state = group.placement.program(replica.remembered, (REPLICATED,), own)(params)
         self._expect(replica.provisional_plan(params))
         number = group.placement.place(np.zeros((), np.int32), REPLICATED)
@@ -126,6 +128,9 @@ class TrainStep:
             return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, (), None, rng)
 
         state = jax.eval_shape(first, params, model_state, rng)
+        if self.options.shard:
+            trained = self._replica.trained(state.params)
+            state = state._replace(opt_state=forms_in_shards(self.group, state.opt_state, trained))
         return state._replace(hook_state=self._replica.memory_form(params))
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:

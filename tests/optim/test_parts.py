@@ -1,6 +1,9 @@
 """Claims about updates that are made from parts of the leaves: `fddp.optim.parts`, against optax on whole arrays."""
 
-from collections.abc import Callable, Sequence
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import optax
 import pytest
 
 from fddp.jaxpr import Follows, on_parts
+from fddp.optim import check_needs
 from fddp.optim.parts import divided
 
 RANKS, STEPS = 4, 7
@@ -144,3 +148,46 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
         held = [*made[count:], *(p + u for p, u in zip(held[len(state) :], made))]
     whole = [x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)]
     return jax.tree.unflatten(jax.tree.structure(params), whole)
+
+
+### What the documentation says
+
+FORMS = {"b": jax.ShapeDtypeStruct((3,), "float32"), "w": jax.ShapeDtypeStruct((128, 130), "float32")}
+NEEDED = {"learning_rate": 0.1, "key": 0}
+
+
+def aliases() -> dict[str, Callable[..., Any]]:
+    """All of optax's aliases, and what of its contrib wants nothing but a learning rate."""
+    made = {name: f for name, f in vars(optax).items() if getattr(f, "__module__", "") == "optax._src.alias"}
+    contrib = {f"contrib.{name}": f for name, f in vars(optax.contrib).items() if inspect.isfunction(f)}
+    named = {name: inspect.signature(f).parameters for name, f in contrib.items()}
+    rates = {name: contrib[name] for name, of in named.items() if "learning_rate" in of and required(of) <= set(NEEDED)}
+    return {name: f for name, f in sorted((made | rates).items()) if inspect.isfunction(f)}
+
+
+def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """Those without a default; a key has one that warns."""
+    return {name for name, one in parameters.items() if one.default is inspect.Parameter.empty or name == "key"}
+
+
+def answer(make: Callable[..., Any]) -> str:
+    """Whether its state can be held in parts, as the table says it."""
+    parameters = inspect.signature(make).parameters
+    optimizer = make(**{name: NEEDED[name] for name in required(parameters)})
+    try:
+        check_needs(optimizer, jax.tree.map(lambda x: jnp.zeros(x.shape), FORMS))
+    except TypeError:
+        return "no step takes it"
+    whole = divided(optimizer, FORMS).whole
+    return "no: " + ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in whole.items()) if whole else "yes"
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_the_table_of_optimizers_is_what_their_programs_say():
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    told = dict(re.findall(r"^\| `optax\.([\w.]+)` \| (.+?) \|$", text, flags=re.MULTILINE))
+    found = {name: answer(make) for name, make in aliases().items()}
+    if f"optax {optax.__version__}," not in text:  # another one may have more, or fewer
+        told, found = ({name: some[name] for name in told.keys() & found} for some in (told, found))
+    rows = [f"| `optax.{name}` | {found[name]} |" for name in found]
+    assert told and told == found, "the table ought to be:\n" + "\n".join(rows)

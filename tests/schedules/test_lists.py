@@ -147,7 +147,9 @@ def made(
     names, results = [f"state/{k}" for k in range(len(leaves))], [f"result/{k}" for k in range(len(closed.out_avals))]
     tasks = _stages("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
-    programs = compiled(placement, TaskList(tuple(tasks), lambda *_: values, lambda values: values), values, donate)
+    programs = compiled(
+        placement, TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ())), values, donate
+    )
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))
     return [values[name] for name in results], programs, leaves

@@ -364,3 +364,36 @@ def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
         later, _ = step(state, rows(group.rank))
         assert "donate=False" in error_of(lambda step=step, state=state: step(state, rows(1.0)))
         step(later, rows(1.0))
+
+
+### Shards
+
+
+@claim()
+def an_optimizers_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ p["w"]) - p["b"]) ** 2)
+
+    params = {"w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), "b": np.float32(0.25)}
+    batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
+    mine = batch.reshape(group.size, -1, 3)[group.rank]
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
+    expected = jax.tree.map(jnp.asarray, params)
+    opt_state = optimizer.init(expected)
+    for _ in range(3):
+        updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for schedule in ("fused", "after", "staged"):
+        options: Any = {"schedule": schedule, "shard": "optimizer", "bucket_cap_mb": 0}
+        step = fddp.train_step(loss, optimizer, group=group, **options)
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, mine)
+        part = state.opt_state[1][0].mu["w"].parts.addressable_shards[0].data
+        assert part.shape == (-(-15 // group.size),)
+        whole = fddp.whole(state, group=group)
+        for got, wanted in zip(
+            jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
+        ):
+            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
+        assert same_on_all_ranks(group, (state.params, whole.opt_state))

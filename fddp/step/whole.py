@@ -1,0 +1,73 @@
+"""A state that replicas hold in parts, put together."""
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from fddp.buckets import Shard, is_shard, of_rows
+from fddp.comm import REPLICATED, Group
+from fddp.runtime import group_of
+
+
+def whole(tree: Any, *, group: Group | None = None) -> Any:
+    """Puts together what replicas hold in parts; every rank calls it, as the parts are sent.
+
+    On a mesh it may also be called inside `jax.jit`, where XLA gathers.
+
+    Args:
+      tree: a state, or anything else with a `Shard` in it.
+      group: the replicas; None: those of `fddp.init()`.
+
+    Returns:
+      The tree with whole arrays, equal on all replicas, and nothing else changed.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.adam(0.1), shard="optimizer")
+      >>> state = step.init(jnp.zeros(3))
+      >>> state.opt_state[0].mu, fddp.whole(state).opt_state[0].mu.shape
+      (Shard of float32[3], (3,))
+    """
+    if not any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)):
+        return tree
+    own = group_of("whole", group)
+    return jax.tree.map(lambda x: _whole(own, x) if is_shard(x) else x, tree, is_leaf=is_shard)
+
+
+def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
+    """A whole array of the host in parts, each where it belongs.
+
+    Args:
+      group: the replicas.
+      x: the same on every rank.
+      like: a shard of such an array.
+
+    Returns:
+      The shard.
+    """
+    count = group.placement.replicas_in_array
+    flat = np.zeros(like.parts.size * (group.size // count), x.dtype)
+    flat[: x.size] = x.reshape(-1)
+    mine = flat if count > 1 else flat.reshape(group.size, -1)[group.rank]
+    return Shard(jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__), like.shape)
+
+
+def _whole(group: Group, shard: Shard) -> jax.Array:
+    parts: Any = shard.parts
+    if isinstance(parts, Tracer):
+        return of_rows(parts, shard.shape)
+    if group.axis_name is None:
+        rows = group.all_gather(np.asarray(parts))
+        return group.placement.place(rows.reshape(-1)[: prod(shard.shape)].reshape(shard.shape), REPLICATED)
+    return _gathering(parts.sharding.mesh)(parts, shard.shape)
+
+
+@cache
+def _gathering(mesh: Any) -> Any:
+    """A program for each mesh, not for each call."""
+    return jax.jit(of_rows, static_argnums=1, out_shardings=NamedSharding(mesh, REPLICATED))

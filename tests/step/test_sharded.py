@@ -1,0 +1,249 @@
+"""An optimizer's state in shards: the same training, in less memory, for the same bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from every_schedule import SCHEDULES
+
+import fddp
+from fddp.hlo import find_collectives, parse
+
+pytestmark = pytest.mark.steps
+
+Groups = Callable[[int], fddp.Group]
+DRAW = np.random.default_rng(3)
+# No size is divided by 3 or 5 replicas; a scalar and a leaf of two have fewer elements than there are replicas.
+PARAMS = {
+    "w": DRAW.normal(size=(3, 7)),
+    "b": DRAW.normal(size=2),
+    "v": DRAW.normal(size=(7, 2)),
+    "s": np.float64(0.5),
+    "empty": np.zeros((0, 3)),
+}
+ROWS = DRAW.normal(size=(120, 3))
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.05)),
+    "adamw, masked": lambda: optax.adamw(0.05, mask={"w": True, "b": False, "v": True, "s": False, "empty": False}),
+    "lamb": lambda: optax.lamb(0.05),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
+    "a rate in the state": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.05),
+}
+
+
+def loss_fn(p: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] + p["b"] - p["s"]) ** 2) + jnp.sum(p["empty"])
+
+
+def plain(optimizer: optax.GradientTransformation, steps: int) -> tuple[Any, Any]:
+    """Plain JAX on the joined batch: parameters and the optimizer's state."""
+    params, update = jax.tree.map(jnp.asarray, PARAMS), optax.with_extra_args_support(optimizer).update
+    state = optimizer.init(params)
+    for k in range(steps):
+        loss, grads = jax.value_and_grad(loss_fn)(params, ROWS * (k + 1))
+        updates, state = update(grads, state, params, value=loss, grad=grads)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def close(got: Any, expected: Any, rtol: float = 1e-10) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), got, expected)
+
+
+@pytest.mark.parametrize(("n", "name"), [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 2, 5, 8))])
+def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: str):
+    make = OPTIMIZERS[name]
+    step = fddp.train_step(loss_fn, make(), group=group(n), shard="optimizer", bucket_cap_mb=0)
+    state = step.init(PARAMS)
+    for k in range(4):
+        state, _ = step(state, ROWS * (k + 1))
+    params, opt_state = plain(make(), 4)
+    close(state.params, params)
+    # A shard of a moment is a part of the moment; a count is a count.
+    close(fddp.whole(state, group=group(n)).opt_state, opt_state)
+
+
+@SCHEDULES
+def test_training_in_shards_is_training_under_every_schedule(group: Groups, x64: None, schedule: str):
+    make = OPTIMIZERS["adamw, clipped"]
+    step = fddp.train_step(loss_fn, make(), group=group(3), shard="optimizer", schedule=schedule, bucket_cap_mb=0)
+    state = step.init(PARAMS)
+    for k in range(4):
+        state, _ = step(state, ROWS * (k + 1))
+    close(state.params, plain(make(), 4)[0])
+
+
+def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups):
+    n, params = 4, {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
+    step = fddp.train_step(
+        lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), shard="optimizer"
+    )
+    state = step.init(params)
+    state, _ = step(state, np.ones((4, 33), np.float32))
+    shards = [shard for x in jax.tree.leaves(state.opt_state) if x.ndim for shard in x.addressable_shards]
+    for device in group(n).placement.place(jnp.ones(()), group(n).placement.per_replica.__class__()).devices():
+        held = sum(shard.data.nbytes for shard in shards if shard.device == device)
+        # Two moments of 165 and 3 floats, each filled up to a multiple of the replicas.
+        assert held == 2 * 4 * (42 + 1)
+
+
+@SCHEDULES
+def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, schedule: str):
+    n, params = 4, {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
+    sent = []
+    for shard in (None, "optimizer"):
+        options = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
+        step = fddp.train_step(
+            lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), **options
+        )
+        _, info = step(step.init(params), np.ones((4, 8), np.float32))
+        by_name = dict(zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist()))
+        sent.append(by_name)
+    # Loss and metrics ride in the last bucket of an ordinary step, and alone in this one.
+    last = list(sent[0])[-1]
+    assert sent[1] | {last: 0} == sent[0] | {last: 0}
+    assert sent[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
+
+
+def test_no_sum_of_gradients_comes_back_whole(group: Groups):
+    """The program's all-reduce is that of loss and metrics."""
+    params = {"w": np.ones((64, 8), np.float32)}
+    step = fddp.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard="optimizer")
+    compiled = step.lower(step.init(params), np.ones((4, 64), np.float32)).compile()
+    found = [one.kind for one in find_collectives(parse(compiled.as_text() or ""))]
+    assert sorted(found) == ["all-gather", "all-reduce", "all-to-all"]
+
+
+def test_what_no_replica_used_stays_with_its_moments(group: Groups):
+    def loss(p: Any, x: Any) -> Any:
+        return jax.lax.cond(x[0, 0] > 0, lambda: jnp.sum(p["a"] ** 2), lambda: jnp.sum(p["b"] ** 2))
+
+    step = fddp.train_step(loss, optax.adamw(0.1), group=group(2), shard="optimizer", find_unused_parameters=True)
+    state = step.init({"a": np.ones(3, np.float32), "b": np.ones(5, np.float32)})
+    state, _ = step(state, np.ones((4, 1), np.float32))
+    before = jax.tree.map(np.asarray, fddp.whole(state, group=group(2)))
+    state, info = step(state, -np.ones((4, 1), np.float32))
+    after = fddp.whole(state, group=group(2))
+    assert jax.tree.map(int, info.used) == {"a": 0, "b": 2}
+    for old, new in ((before.params, after.params), (before.opt_state[0].mu, after.opt_state[0].mu)):
+        np.testing.assert_array_equal(old["a"], new["a"])
+        assert np.all(old["b"] != new["b"])
+
+
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"no_sync": True}], ids=["micro-batches", "no_sync"])
+def test_batches_are_accumulated_before_they_are_scattered(group: Groups, x64: None, options: dict[str, Any]):
+    no_sync = options.pop("no_sync", False)
+    make = OPTIMIZERS["adamw, clipped"]
+    step = fddp.train_step(loss_fn, make(), group=group(3), shard="optimizer", **options)
+    state = step.init(PARAMS)
+    if no_sync:
+        state, _ = step.no_sync(state, ROWS[:12])
+        state, _ = step(state, ROWS[12:24])
+        expected = ROWS[:24]
+    else:
+        state, _ = step(state, ROWS)
+        expected = ROWS
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    updates, _ = make().update(jax.grad(loss_fn)(params, expected), make().init(params), params)
+    close(state.params, optax.apply_updates(params, updates))
+
+
+def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer", ignore=lambda name: name == "w")
+    state = step.init(jax.tree.map(np.float32, PARAMS))
+    assert state.opt_state[0].mu["w"] is None
+    state, _ = step(state, ROWS.astype(np.float32))
+    np.testing.assert_array_equal(state.params["w"], PARAMS["w"].astype(np.float32))
+    assert np.all(np.asarray(state.params["v"]) != PARAMS["v"].astype(np.float32))
+
+
+def test_where_one_shard_overflows_all_replicas_skip_and_lower_the_scale(group: Groups):
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(p["w"] * x[0])
+
+    step = fddp.train_step(loss, fddp.dynamic_scale(optax.adam(0.1)), group=group(2), shard="optimizer")
+    state = step.init({"w": np.ones(4, np.float32)})
+    scale = float(state.opt_state.scale)
+    # The last element's gradient alone is not finite, and lies in the last replica's shard.
+    state, _ = step(state, np.array([[1, 1, 1, np.inf]] * 2, np.float32))
+    assert float(state.opt_state.scale) < scale
+    np.testing.assert_array_equal(state.params["w"], np.ones(4))
+    state, _ = step(state, np.ones((2, 4), np.float32))
+    assert np.all(np.asarray(state.params["w"]) < 1)
+
+
+def test_a_step_that_is_not_finite_changes_no_shard(group: Groups):
+    step = fddp.train_step(
+        lambda p, x: jnp.sum(p["w"] * x[0]), optax.adam(0.1), group=group(2), shard="optimizer", skip_nonfinite=True
+    )
+    state, _ = step(step.init({"w": np.ones(4, np.float32)}), np.ones((2, 4), np.float32))
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    state, info = step(state, np.array([[1, 1, 1, np.inf]] * 2, np.float32))
+    assert bool(info.skipped)
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
+
+
+def test_an_evaluation_inside_jit_takes_a_state_whole(group: Groups):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer")
+    state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
+    inside = jax.jit(lambda state: fddp.whole(state, group=group(3)))(state)
+    outside = fddp.whole(state, group=group(3))
+    assert inside.opt_state[0].mu["w"].shape == (3, 7)
+    jax.tree.map(np.testing.assert_array_equal, inside, outside)
+
+
+def test_a_checkpoint_of_shards_is_whole_and_goes_on_on_other_numbers_of_replicas(
+    group: Groups, tmp_path: Path, x64: None
+):
+    def make(n: int, shard: str | None) -> tuple[fddp.TrainStep, fddp.TrainState]:
+        step = fddp.train_step(loss_fn, optax.adamw(0.05), group=group(n), shard=shard)
+        return step, step.init(PARAMS)
+
+    step, state = make(3, "optimizer")
+    state, _ = step(state, ROWS)
+    with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
+        checkpoints.save(state)
+    expected = plain(optax.adamw(0.05), 1)
+    for n, shard in ((3, "optimizer"), (2, "optimizer"), (5, "optimizer"), (2, None)):
+        step, like = make(n, shard)
+        with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
+            state, _ = checkpoints.restore(like)
+        close((state.params, fddp.whole(state, group=group(n)).opt_state), expected)
+        state, _ = step(state, 2 * ROWS)
+        close(state.params, plain(optax.adamw(0.05), 2)[0])
+
+
+def test_forms_are_those_of_the_state(group: Groups):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer")
+    params = jax.tree.map(np.float32, PARAMS)
+    form = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert form(step.shapes(params)) == form(step.init(params))
+
+
+def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
+    params = {"b": np.ones(3, np.float32), "w": np.ones((4, 3), np.float32)}
+
+    def init(optimizer: optax.GradientTransformation, **options: Any) -> Any:
+        return fddp.train_step(lambda p, x: jnp.sum(p["w"]), optimizer, shard="optimizer", **options).init(params)
+
+    with pytest.raises(ValueError, match=r"whole: w \(a state of shape \[\d\]\)\. Leave shard out"):
+        init(optax.adafactor(0.1, min_dim_size_to_factor=2))
+    with pytest.raises(ValueError, match=r"whole: w \(\w+\)"):
+        init(optax.contrib.muon(0.1))
+    with pytest.raises(ValueError, match="cannot go with hook"):
+        init(optax.adam(0.1), hook=fddp.hooks.topk(0.5))
+    with pytest.raises(ValueError, match="cannot go with skip_all_reduce_unused_params"):
+        init(optax.adam(0.1), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    with pytest.raises(ValueError, match="shard must be 'optimizer' or None, got 'state'"):
+        fddp.train_step(loss_fn, optax.adam(0.1), shard="state")
+    with pytest.raises(ValueError, match="no optimizer whose state could be shared"):
+        fddp.value_and_grad(loss_fn, shard="optimizer")
