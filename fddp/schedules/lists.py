@@ -50,9 +50,9 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
 
         return run
 
-    def finish(state: Any, shards: Any, kept: Any, nbytes: Any, *back: Any) -> Sequence[Any]:
+    def finish(state: Any, kept: Any, nbytes: Any, *back: Any) -> Sequence[Any]:
         messages, kept = kept
-        return pieces.finish(state, shards, replace(messages, arrays=back), kept, nbytes)
+        return pieces.finish(state, replace(messages, arrays=back), kept, nbytes)
 
     tasks: list[Task] = [Compute("backward", GIVEN, (*_read(first), "kept"), backward), *first]
     kept, back = "kept", _written(first)
@@ -61,7 +61,7 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
         tasks += [Compute(one.name, reads, (*_read(sends), kept), again(one), "update"), *sends]
         back = _written(sends)
     last = "unpack" if pieces.rounds else "update"
-    tasks.append(Compute(last, ("state", SHARDS, kept, BYTES, *back), ("result", NEW), finish, "update"))
+    tasks.append(Compute(last, ("state", kept, BYTES, *back), ("result", NEW), finish, "update"))
     return TaskList(
         tuple(tasks),
         lambda state, pending, shards, rows: {"state": state, "pending": pending, SHARDS: shards, "rows": rows},
@@ -86,7 +86,8 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, shards, rows))
     state, pending, shards, rows = given
     entering = [*_names("state", state), *_names("pending", pending), *_names(SHARDS, shards), *_names("rows", rows)]
-    there = [*_names("state", state), *_names(SHARDS, shards)]
+    states = _names("state", state)
+    there = [*states, *_names(SHARDS, shards)]
     (sends, *later), count = communications(pieces.spoken), len(pieces.reductions)
 
     closed, (messages, kept) = trace(placement, pieces.local, state, pending, rows)
@@ -109,10 +110,10 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
 
     nbytes = jax.ShapeDtypeStruct((sum(map(len, pieces.spoken)),), np.uint32)
     back = _back(sends, messages)
-    closed, (result, new) = trace(placement, pieces.finish, state, shards, back, kept, nbytes)
-    read, results = [*there, *_written(sends), *names, BYTES], [*_names("result", result), *_names(NEW, new)]
+    closed, (result, new) = trace(placement, pieces.finish, state, back, kept, nbytes)
+    read, results = [*states, *_written(sends), *names, BYTES], [*_names("result", result), *_names(NEW, new)]
     title = "unpack" if pieces.rounds else "update"
-    stages, _ = _in_turn(title, closed, read, len(there), results, len(sends))
+    stages, _ = _in_turn(title, closed, read, len(states), results, len(sends))
 
     treedef = jax.tree.structure((result, new))
     return TaskList(

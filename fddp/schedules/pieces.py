@@ -33,9 +33,9 @@ class Pieces(NamedTuple):
     """(state, pending, rows) → what this replica sends, and what it keeps for itself."""
     reductions: tuple[Reduction, ...]
     """How each message is summed."""
-    finish: Callable[[Any, Any, Messages, Any, Any], tuple[Any, Any]]
-    """(state, shards, what came back, what was kept, bytes sent per message) → the step's result, equal on all
-    replicas, and the shards of the next state."""
+    finish: Callable[[Any, Messages, Any, Any], tuple[Any, Any]]
+    """(state, what came back, what was kept, bytes sent per message) → the step's result, equal on all replicas, and
+    the shards of the next state."""
     rounds: tuple[Round, ...] = ()
 
     @property

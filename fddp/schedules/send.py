@@ -78,9 +78,10 @@ def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
 
 
 def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
-    """What carries the messages between programs, in turn; hooks share one communicator, where two would mix."""
-    hooked = any(reduction.apply for reduction in reductions)
-    return (group.transport,) if hooked or not group.transport.clones else group.transport.clones
+    """What carries the messages between programs, in turn; hooks share one communicator, where two would mix, and so do
+    parts, which have owners in one order of the replicas."""
+    alone = any(reduction.apply or reduction.collective != "all_reduce" for reduction in reductions)
+    return (group.transport,) if alone or not group.transport.clones else group.transport.clones
 
 
 def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[jax.Array, " messages"]:

@@ -133,8 +133,8 @@ def _whole_pieces(
     def unpack(messages: Messages) -> tuple[list[Any], Any]:
         return unpack_parts(axes, plan, messages, where.params)
 
-    def finish(state: TrainState, shards: Any, *back: Any) -> tuple[Any, Any]:
-        return use(state, replica.mean(plan, unpack, state, *back)), shards
+    def finish(state: TrainState, *back: Any) -> tuple[Any, Any]:
+        return use(state, replica.mean(plan, unpack, state, *back)), ()
 
     pack = partial(pack_parts, axes, plan, where=where.params)
     return Pieces(partial(replica.local, pack), replica.reductions(plan, state.params), finish)

@@ -132,14 +132,13 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, update: Update) -> Pieces
         sent = Messages(pack(of_parts, _of_plan(of_parts, new.params)), ((), None))
         return sent, (add_replica_dim(told), parts)
 
-    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        del shards
+    def finish(state: TrainState, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         (new, info), parts = drop_replica_dim(kept[0]), kept[1]
         came = plan.treedef.flatten_up_to(unpack_rows(of_parts, plan, replicas, messages.arrays))
         params = [old if x is None else x for old, x in zip(jax.tree.leaves(state.params), came)]
-        there, back = sent[: len(plan.messages)], sent[len(plan.messages) :]
-        there = jnp.roll(there, -1) if plan.messages[0].bucket is None else there
-        info = info._replace(sent=there.at[: len(back)].add(back))
+        first, second = sent[: len(plan.messages)], sent[len(plan.messages) :]
+        first = jnp.roll(first, -1) if plan.messages[0].bucket is None else first
+        info = info._replace(sent=first.at[: len(second)].add(second))
         return (new._replace(params=plan.treedef.unflatten(params)), info), parts
 
     return Pieces(

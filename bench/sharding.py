@@ -1,0 +1,117 @@
+"""What does sharing the optimizer's state cost in time, and save in memory?
+
+    sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, AdamW. Steps of whole and of shared state take turns.
+Memory is counted from the arrays that a state holds, on rank 0.
+
+Source: ZeRO (Rajbhandari et al., SC 2020), stage 1.
+"""
+
+import argparse
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import fddp
+from bench.problems import Problem, problem
+from bench.record import ratio, save, summary
+from bench.two_hosts import BACKENDS, ask
+from fddp.buckets import MiB
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole, staged": {"schedule": "staged"},
+    "shared, staged": {"schedule": "staged", "shard": "optimizer"},
+    "whole, after": {"schedule": "after"},
+    "shared, after": {"schedule": "after", "shard": "optimizer"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    args = parser.parse_args()
+    rounds = 3 if args.quick else args.rounds
+    if args.rank:
+        backend, name, path = args.rank
+        return one_host(backend, name, path, rounds)
+    results: dict[str, Any] = {}
+    for name in args.problems:
+        for backend in args.backends:
+            words = [sys.executable, __file__, "--rounds", str(rounds), "--rank", backend, name]
+            results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
+            for way, told in found.items():
+                times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
+                memory = f"optimizer {told['optimizer_mib']:.1f} MiB, sent {told['sent_mib']:.1f} MiB"
+                print(f"{name}, {backend}, {way:15} {times}; {memory}")
+    if not args.quick:
+        print(save("sharding", results))
+    return None
+
+
+def _with_path(words: list[str], path: str) -> list[str]:
+    return [*words, path]
+
+
+def one_host(backend: str, name: str, path: str, rounds: int) -> None:
+    """One host's part."""
+    group = fddp.init(backend)
+    task = problem(name, seed=group.rank)
+    ways = {way: Training(task, group, **options) for way, options in WAYS.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(-2, rounds):
+        for way, training in ways.items():
+            group.barrier()
+            took = training.step_seconds()
+            seconds[way] += [took] if turn >= 0 else []
+    slower = {way: group.all_reduce(np.array(some), op="max") for way, some in seconds.items()}
+    if group.rank == 0:
+        said = {
+            way: {
+                "step": summary(slower[way]),
+                "to_whole": ratio(slower[way], slower[way.replace("shared", "whole")]),
+                "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
+                "parameters_mib": round(held(training.state.params) / MiB, 2),
+                "sent_mib": round(int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2),
+            }
+            for way, training in ways.items()
+        }
+        Path(path).write_text(json.dumps(said))
+
+
+class Training:
+    """A training that takes a step when it is asked to."""
+
+    def __init__(self, task: Problem, group: fddp.Group, **options: Any) -> None:
+        self.step = fddp.train_step(task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **options)
+        self.state, self.batch = self.step.init(task.params, model_state=task.model_state), task.batch
+        self.state, self.info = self.step(self.state, self.batch)
+
+    def step_seconds(self) -> float:
+        """Takes a step and waits for its end."""
+        begin = time.perf_counter()
+        self.state, self.info = jax.block_until_ready(self.step(self.state, self.batch))
+        return time.perf_counter() - begin
+
+
+def held(tree: Any) -> int:
+    """Bytes of the arrays of this process."""
+    return sum(shard.data.nbytes for x in jax.tree.leaves(tree) for shard in x.addressable_shards)
+
+
+if __name__ == "__main__":
+    main()
