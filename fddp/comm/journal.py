@@ -130,7 +130,7 @@ class Journal:
         """Notes what a step will have made when it is over, if Python does not wait for it.
 
         Args:
-          result: a tree of arrays; the last of them is looked at.
+          result: a tree of arrays, the last of which is watched.
         """
         if self._read:
             self._launched.append(jax.tree.leaves(result)[-1])

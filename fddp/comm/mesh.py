@@ -238,8 +238,8 @@ def _turned(mesh: Mesh, axis_name: str, turn: int) -> Transport:
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
 
-    home = mesh_transport(mesh_placement(mesh, axis_name), communicator)  # parts have owners, in the mesh's own order
-    return home._replace(
+    own = mesh_transport(mesh_placement(mesh, axis_name), communicator)  # parts have owners, in the mesh's own order
+    return own._replace(
         all_reduce=lambda x: there(other.all_reduce(there(x, ring, placement.per_replica)), mesh, REPLICATED),
     )
 

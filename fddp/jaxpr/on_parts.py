@@ -97,7 +97,11 @@ def _run(program: ClosedJaxpr, inputs: Sequence[Kind], arguments: Sequence[Any],
         combine(wanted)
         left = later
     combine([atom for atom in jaxpr.outvars if not isinstance(atom, Literal)])
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+    return [_array(x) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
+
+
+def _array(literal: Any) -> Array:
+    return jnp.asarray(literal.val, literal.aval.dtype)
 
 
 def _apply(
@@ -118,12 +122,12 @@ def _apply(
         return jax.lax.switch(arguments[0], each, *arguments[1:])
     if isinstance(results[0], Total):
         neutral = jnp.asarray(NEUTRAL[name](part.dtype) if name in NEUTRAL else 0, part.dtype)
-        full = [jnp.where(ranks.there(leaf), _spread(x, part.shape), neutral) for x in arguments]
+        full = [jnp.where(ranks.there(leaf), spread(x, part.shape), neutral) for x in arguments]
         form: Any = eqn.outvars[0].aval
         return [run_again(eqn if name == "dot_general" else of_a_vector(eqn), full).reshape(form.shape)]
     if name not in ELEMENTWISE:  # the same elements in another shape
         return [part]
-    flat = [_spread(x, part.shape) for x in arguments]
+    flat = [spread(x, part.shape) for x in arguments]
     return [run_again(eqn, flat)]
 
 
@@ -137,10 +141,10 @@ def _branch(
 ) -> list[Any]:
     made = _run(straighten(branch, CALLS), given, arguments, ranks)
     # What is equal everywhere in one branch may be a part in another.
-    return [_spread(x, parts[kind.leaf].shape) if isinstance(kind, Follows) else x for kind, x in zip(results, made)]
+    return [spread(x, parts[kind.leaf].shape) if isinstance(kind, Follows) else x for kind, x in zip(results, made)]
 
 
-def _spread(x: Any, shape: tuple[int, ...]) -> Array:
+def spread(x: Any, shape: tuple[int, ...]) -> Array:
     """A number, or an array of equal ones, in the size of a part, which stays as it is."""
     if jnp.shape(x) == shape:
         return x

@@ -60,7 +60,9 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     of_state = kinds_of_state(opt_state, forms, of_params)
     inputs = (*_kinds(of_params), *_kinds(of_state), *_kinds(of_params), Same())
     program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
-    mixed = [kind for kind in kinds(program, inputs) if isinstance(kind, Whole)]
+    # Updates are like parameters, and a state that an update makes is like the one that it is given.
+    made = map(_alike, kinds(program, inputs), (*_kinds(of_params), *_kinds(of_state)))
+    mixed = [kind for kind in made if isinstance(kind, Whole)]
     return Divided(program, inputs, {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)})
 
 
@@ -90,6 +92,18 @@ def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
         return jax.tree.map(of, part, params, of_params, is_leaf=masked)
 
     return map_state(of_part, lambda x: Same(x.size == 1), params, opt_state)
+
+
+def _alike(made: Kind, given: Kind) -> Kind:
+    """What comes in parts has to go on in them, or as equal numbers; what does not, not."""
+    match made, given:
+        case Follows(leaf), Same():
+            return Whole(frozenset({leaf}), "a state that is in parts only afterwards")
+        case Follows(one), Follows(other) if one != other:
+            return Whole(frozenset({one, other}), "a state of one leaf that goes to another")
+        case Same(uniform=False), Follows(leaf):
+            return Whole(frozenset({leaf}), "elements that are set one by one")
+    return made
 
 
 def _kinds(tree: Any) -> list[Kind]:

@@ -16,7 +16,7 @@ import numpy as np
 from fddp.buckets import Messages
 from fddp.comm import Placement, trace
 from fddp.jax_internals import ClosedJaxpr, make_program
-from fddp.jaxpr import Stage, arrivals, cut
+from fddp.jaxpr import Stage, arrivals, collectives, cut
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
 
@@ -128,10 +128,12 @@ def _in_turn(
 ) -> tuple[list[Compute], list[set[str]]]:
     """What is made of `count` messages that come back one after the other, given from number `before` on, in stages.
 
-    What a message is for is done when it is back; how much was sent is known when all of them are.
+    What a message is for is done when it is back; how much was sent is known when all of them are. What speaks with the
+    other replicas itself, for a norm say, waits for all and is waited for: beside a message it would mix with that.
     """
     back = {before + k: k for k in range(count)} | {at: count - 1 for at, name in enumerate(given) if name == BYTES}
-    when = [_used(k, count) for k in arrivals(closed, back)]
+    alone = bool(collectives(closed))
+    when = [count - 1 if alone else _used(k, count) for k in arrivals(closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
     return _stages(title, "update", closed, given, made, groups), [{made[k] for k in group} for group in groups]
 

@@ -31,8 +31,8 @@ def whole(group: Group, state: TrainState) -> Leaves:
       Arrays by their paths; the words of random keys. Nothing on the other ranks.
     """
     leaves = dict[str, np.ndarray]()
-    for name, x in _named(put_together(state, group=group)).items():
-        x = _words(x)
+    for name, x in _named(state).items():
+        x = _words(put_together(x, group=group))
         if _apart(group, name):
             x = np.concatenate(group.all_gather(x))
         elif isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not _here(x):

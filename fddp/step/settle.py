@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, unpack_parts
+from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_apart, unpack_parts
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order
@@ -21,7 +21,7 @@ from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
-from fddp.step.sharded import sharded_pieces
+from fddp.step.sharded import check_state, sharded_pieces
 from fddp.step.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
@@ -75,6 +75,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     def describe() -> Iterable[str]:
         check_batch(replica, state, batch)
         check_memory(replica, state)
+        check_state(replica, state)
         program, told = _gradients(replica, state, batch)
         order = chosen[::-1] if options.order == "reverse" else _ready(program, chosen)
         schedule = _schedule(replica, program)
@@ -158,10 +159,12 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
       ValueError: the parameters or the batch do not fit.
     """
     form = _form(batch)
-    fits = tree, [len(x) for x in jax.tree.leaves(state.accumulated)[:1]], form
+    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if settled.replica.options.shard else [])
+    fits = tree, [len(x) for x in own], form
     if settled.fits == fits:
         return settled
     check_params(settled.plan, state.params)
+    check_state(settled.replica, state)
     check_batch(settled.replica, state, batch)
     settled = settled._replace(fits=fits)
     if not settled.left_out or form in settled.forms:

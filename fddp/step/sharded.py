@@ -36,7 +36,7 @@ from fddp.buckets import (
 )
 from fddp.comm import Communicator, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, reductions
-from fddp.jaxpr import Follows, Kind, Same, on_parts
+from fddp.jaxpr import Follows, Kind, Same, on_parts, spread
 from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Pieces, Round
 from fddp.step.replica import Replica
@@ -62,6 +62,8 @@ def check_shards(replica: Replica, optimizer: optax.GradientTransformation, para
     if isinstance(params, optax.LookaheadParams):
         raise ValueError("shard='optimizer' does not know optax.lookahead, which has two sets of parameters.")
     trained = replica.trained(params)
+    if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
+        raise ValueError("shard='optimizer' has nothing to share: no more than one number is trained; leave it out.")
     whole = divided(optimizer, trained).whole
     if whole:
         named = jax.tree_util.tree_leaves_with_path(trained)
@@ -72,6 +74,34 @@ def check_shards(replica: Replica, optimizer: optax.GradientTransformation, para
             f"shard='optimizer' gives each replica a part of every leaf, and this optimizer's update needs whole: "
             f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works element by element; norms "
             "over all of a leaf or of all leaves are fine."
+        )
+
+
+def check_state(replica: Replica, state: TrainState) -> None:
+    """Says that an optimizer's state is not held as the step holds it.
+
+    Args:
+      replica: what one replica does.
+      state: what a step was given.
+
+    Raises:
+      ValueError: it is whole and ought to be in shards, or the other way round, or in shards of other replicas.
+    """
+    group, shards = replica.group, list(filter(is_shard, _held(state.opt_state)))
+    if not replica.options.shard:
+        if shards:
+            raise ValueError(
+                "the optimizer's state is in shards, and this step was made without shard='optimizer': give one of "
+                "them, or fddp.whole(state)."
+            )
+        return
+    whole = jax.tree.map(_whole_form, state.opt_state, is_leaf=is_shard)
+    expected = forms_in_shards(group, whole, replica.trained(state.params))
+    got = [(is_shard(x), jnp.shape(x.parts if is_shard(x) else x)) for x in _held(state.opt_state)]
+    if got != [(is_shard(x), x.parts.shape if is_shard(x) else x.shape) for x in _held(expected)]:
+        raise ValueError(
+            f"the optimizer's state is not in shards of {group.size} replicas: go on with what step.init or the last "
+            "step returned, or from a checkpoint; fddp.whole(state) is for looking at it."
         )
 
 
@@ -219,7 +249,7 @@ def _run(
 
     def shard(old: Any, new: Any) -> Any:
         # What an optimizer has set anew is a number of any size.
-        return Shard(jnp.broadcast_to(new, old.parts.shape), old.shape) if is_shard(old) else new
+        return Shard(spread(new, old.parts.shape), old.shape) if is_shard(old) else new
 
     return new._replace(opt_state=jax.tree.map(shard, mine.opt_state, new.opt_state, is_leaf=is_shard)), info
 
@@ -238,8 +268,12 @@ def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list
     return found
 
 
+def _held(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_shard)
+
+
 def _whole_form(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.parts.dtype if is_shard(x) else x.dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x.parts if is_shard(x) else x))
 
 
 def _is_kind(x: Any) -> bool:

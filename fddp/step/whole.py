@@ -26,6 +26,9 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
     Returns:
       The tree with whole arrays, equal on all replicas, and nothing else changed.
 
+    Raises:
+      TypeError: under MPI, inside `jax.jit`.
+
     Example:
       >>> import fddp, jax.numpy as jnp, optax
       >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.adam(0.1), shard="optimizer")
@@ -57,10 +60,15 @@ def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
     return Shard(jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__), like.shape)
 
 
-def _whole(group: Group, shard: Shard) -> jax.Array:
+def _whole(group: Group, shard: Shard) -> Any:
     parts: Any = shard.parts
+    if isinstance(parts, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shard.shape, parts.dtype)
+    if isinstance(parts, Tracer) and group.axis_name is None:
+        raise TypeError("backend 'mpi' has no mesh, over which XLA could gather: call fddp.whole outside of jax.jit.")
     if isinstance(parts, Tracer):
         return of_rows(parts, shard.shape)
+    parts = group.placement.place(parts, group.placement.per_replica)
     if group.axis_name is None:
         rows = group.all_gather(np.asarray(parts))
         return group.placement.place(rows.reshape(-1)[: prod(shard.shape)].reshape(shard.shape), REPLICATED)

@@ -104,6 +104,22 @@ def test_while_the_first_half_of_a_transformers_buckets_is_on_its_way_products_a
 
 
 @aot
+@on_both_targets
+def test_while_a_bucket_is_scattered_products_are_computed_and_parameters_are_gathered_at_the_end(target):
+    module, model, rows, options = MODELS["mlp"]
+    audit = look(workload(module, model, rows * 8), target, shard="optimizer", **options)
+    count = len(audit.plan.buckets)
+    names = [*(f"bucket {k}" for k in range(count)), "tail", *(f"gather {k}" for k in range(count))]
+    assert audit.carries == audit.messages == tuple(names)
+    kinds = ["reduce-scatter"] * count + ["all-reduce"] + ["all-gather"] * count
+    assert [collective.kind for collective in audit.collectives] == kinds
+    assert all(collective.asynchronous for collective in audit.collectives[:count])
+    assert all(collective.heavy > 0 for collective in audit.collectives[: count - 1])
+    (problem,) = audit.problems()
+    assert problem.startswith("at the end: gather 0, gather 1")
+
+
+@aot
 def test_the_operations_of_a_program_are_those_that_a_person_counts():
     audit = audited("mlp", "h100:8")
     # Eight layers forwards, eight gradients of kernels, seven of inputs.

@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.05)),
     "adamw, masked": lambda: optax.adamw(0.05, mask={"w": True, "b": False, "v": True, "s": False, "empty": False}),
+    "optimistic gradient descent": lambda: optax.optimistic_gradient_descent(0.05),  # sets a flag
+    "rprop": lambda: optax.rprop(0.05),
     "lamb": lambda: optax.lamb(0.05),
     "prodigy": lambda: optax.contrib.prodigy(),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
@@ -243,7 +245,31 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
         init(optax.adam(0.1), hook=fddp.hooks.topk(0.5))
     with pytest.raises(ValueError, match="cannot go with skip_all_reduce_unused_params"):
         init(optax.adam(0.1), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    with pytest.raises(ValueError, match="nothing to share"):
+        fddp.train_step(lambda w, x: w, optax.adam(0.1), shard="optimizer").init(jnp.ones(()))
     with pytest.raises(ValueError, match="shard must be 'optimizer' or None, got 'state'"):
         fddp.train_step(loss_fn, optax.adam(0.1), shard="state")
     with pytest.raises(ValueError, match="no optimizer whose state could be shared"):
         fddp.value_and_grad(loss_fn, shard="optimizer")
+
+
+def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups):
+    params, x = jax.tree.map(np.float32, PARAMS), ROWS.astype(np.float32)
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer", donate=False)
+    state, _ = step(step.init(params), x)
+    other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard="optimizer", donate=False)
+    for wrong, with_step in ((fddp.whole(state, group=group(3)), step), (other.init(params), step), (state, other)):
+        with pytest.raises(ValueError, match=r"not in shards of \d replicas"):
+            with_step(wrong, x)
+    with pytest.raises(ValueError, match="made without shard='optimizer'"):
+        fddp.train_step(loss_fn, optax.adam(0.1), group=group(3))(state, x)
+    step(state, x)
+
+
+def test_forms_and_copies_of_the_host_are_put_together_too(group: Groups):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer")
+    state = step.init(jax.tree.map(np.float32, PARAMS))
+    expected = fddp.whole(state, group=group(3))
+    jax.tree.map(np.testing.assert_array_equal, fddp.whole(jax.device_get(state), group=group(3)), expected)
+    forms = fddp.whole(step.shapes(jax.tree.map(np.float32, PARAMS)), group=group(3))
+    assert forms.opt_state[0].mu["w"].shape == (3, 7)

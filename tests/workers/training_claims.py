@@ -397,3 +397,27 @@ def an_optimizers_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         ):
             np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
         assert same_on_all_ranks(group, (state.params, whole.opt_state))
+
+
+@claim()
+def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
+    """The leaf that is ready last is clipped alone: its update speaks with the others while nothing else may."""
+    params = {f"p{k:02}": np.full((8, 8), 0.1 + k / 100, np.float32) for k in range(8)}
+    labels: Any = {name: "clipped" if name == "p00" else "plain" for name in params}
+    rules: Any = {"plain": optax.sgd(0.01), "clipped": optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.01))}
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        for name in sorted(p):
+            x = jnp.tanh(x @ p[name])
+        return jnp.mean(x**2)
+
+    ends = []
+    for shard in (None, "optimizer"):
+        options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
+        step = fddp.train_step(loss, optax.multi_transform(rules, labels), group=group, **options)
+        state = step.init(params)
+        for _ in range(30):
+            state, _ = step(state, np.full((4, 8), group.rank + 1.0, np.float32))
+        ends.append(state.params)
+    for got, wanted in zip(*map(jax.tree.leaves, ends)):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5)

@@ -257,6 +257,13 @@ def _problems(audit: Audit) -> Iterator[str]:
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
+    gathers = [k for k in sent if str(audit.carries[k]).startswith("gather")]
+    if gathers and not any(audit.collectives[k].heavy for k in gathers):
+        yield (
+            f"at the end: {_listed(map(audit.label, gathers))}. New parameters are gathered when everything is "
+            "computed; that is what shard='optimizer' takes for the memory that it gives."
+        )
+    sent = [k for k in sent if k not in gathers]
     # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
     held = [k for k in sent if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"]
     alone = [k for k in sent if k not in held and not audit.collectives[k].heavy]
