@@ -61,7 +61,7 @@ def close(got: Any, expected: Any, rtol: float = 1e-10) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), got, expected)
 
 
-@pytest.mark.parametrize(("n", "name"), [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 2, 5, 8))])
+@pytest.mark.parametrize(("n", "name"), [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 5))])
 def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: str):
     make = OPTIMIZERS[name]
     step = fddp.train_step(loss_fn, make(), group=group(n), shard="optimizer", bucket_cap_mb=0)
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_shards_is_whole_and_goes_on_on_other_numbers_of_replica
     with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
         checkpoints.save(state)
     expected = plain(optax.adamw(0.05), 1)
-    for n, shard in ((3, "optimizer"), (2, "optimizer"), (5, "optimizer"), (2, None)):
+    for n, shard in ((3, "optimizer"), (5, "optimizer"), (2, None)):
         step, like = make(n, shard)
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(like)
