@@ -74,8 +74,6 @@ class Journal:
           processes: how many take part in it.
         """
         self._steps += 1
-        if not self._read:
-            return nullcontext()
         return self._of(STEP, processes, self._pace if processes == self.processes else self._other)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
@@ -180,11 +178,11 @@ class Journal:
         end, words = VERDICT.unpack_from(self.memory, ENDING)
         return Verdict(end, words.rstrip(b"\0").decode(errors="replace"))
 
+    def _of(self, doing: str, processes: int, pace: Pace) -> AbstractContextManager[None]:
+        return self._noted(doing, processes, pace) if self._read else nullcontext()
+
     @contextmanager
-    def _of(self, doing: str, processes: int, pace: Pace) -> Iterator[None]:
-        if not self._read:
-            yield
-            return
+    def _noted(self, doing: str, processes: int, pace: Pace) -> Iterator[None]:
         before, self._inside, self._together = self._added, True, processes == self.processes
         self._calls += self._together
         self._added = (self._adds, self._added[0]) if self._together else self._added

@@ -35,7 +35,7 @@ from fddp.buckets import (
     unpack_rows,
 )
 from fddp.comm import Communicator, Group, add_replica_dim, drop_replica_dim
-from fddp.hooks import Reduction, reductions
+from fddp.hooks import reductions
 from fddp.jaxpr import Follows, Kind, Same, on_parts, spread
 from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Pieces, Round
@@ -141,8 +141,10 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, update: Update) -> Pieces
       The pieces: gradients are scattered; parts are updated and gathered.
     """
     replicas, comm, of_parts = replica.group.size, replica.group.communicator, plan_of_parts(plan, replica.group.size)
-    scattered = [_as(one, "reduce_scatter", replicas) for one in reductions(plan, None, None)]
-    gathered = [one._replace(name=f"gather {k}") for k, one in enumerate(_buckets(scattered))]
+    each = list(zip(plan.messages, reductions(plan, None, None)))
+    parted = [one._replace(replicas=replicas) for message, one in each if message.bucket is not None]
+    scattered = {one.name: one._replace(collective="reduce_scatter") for one in parted}
+    gathered = [one._replace(name=f"gather {k}", collective="all_gather") for k, one in enumerate(parted)]
 
     def pack_gradients(grads: Any, tail: Any) -> Messages:
         return add_tail(of_parts, pack_rows(of_parts, replicas, grads), tail)
@@ -173,9 +175,9 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, update: Update) -> Pieces
 
     return Pieces(
         partial(replica.local, pack_gradients),
-        tuple(scattered),
+        tuple(scattered.get(one.name, one) for _, one in each),
         finish,
-        (Round("update", update_parts, tuple(_as(one, "all_gather", replicas) for one in gathered)),),
+        (Round("update", update_parts, tuple(gathered)),),
     )
 
 
@@ -184,14 +186,6 @@ def _cut(opt_state: Any, params: Any, part: Callable[[Any], Any]) -> Any:
         return Shard(part(x), x.shape) if isinstance(kind, Follows) else x
 
     return jax.tree.map(cut, kinds_of_state(opt_state, params), opt_state, is_leaf=_is_kind)
-
-
-def _as(reduction: Reduction, collective: Any, replicas: int) -> Reduction:
-    return reduction if reduction.name == "tail" else reduction._replace(collective=collective, replicas=replicas)
-
-
-def _buckets(some: Sequence[Reduction]) -> list[Reduction]:
-    return [one for one in some if one.name != "tail"]
 
 
 def _of_plan(plan: BucketPlan, tree: Any) -> Any:
@@ -241,11 +235,8 @@ def _run(
     )
     with jax.sharding.use_abstract_mesh(replica.group.placement.view):
         program, out = jax.make_jaxpr(update, return_shape=True)(*forms)
-    plain = mine._replace(
-        opt_state=jax.tree.map(lambda x: x.parts if is_shard(x) else x, mine.opt_state, is_leaf=is_shard)
-    )
     run = on_parts(program, jax.tree.leaves(inputs, is_leaf=_is_kind), exists, put_together)
-    new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((plain, mean))))
+    new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
 
     def shard(old: Any, new: Any) -> Any:
         # What an optimizer has set anew is a number of any size.

@@ -1,7 +1,6 @@
 """A state that replicas hold in parts, put together."""
 
 from functools import cache
-from math import prod
 from typing import Any
 
 import jax
@@ -70,8 +69,8 @@ def _whole(group: Group, shard: Shard) -> Any:
         return of_rows(parts, shard.shape)
     parts = group.placement.place(parts, group.placement.per_replica)
     if group.axis_name is None:
-        rows = group.all_gather(np.asarray(parts))
-        return group.placement.place(rows.reshape(-1)[: prod(shard.shape)].reshape(shard.shape), REPLICATED)
+        rows: Any = group.all_gather(np.asarray(parts))
+        return group.placement.place(of_rows(rows, shard.shape), REPLICATED)
     return _gathering(parts.sharding.mesh)(parts, shard.shape)
 
 
