@@ -25,21 +25,26 @@ class Stage:
     """Numbers of the values that it writes for later stages."""
     frees: tuple[int, ...]
     """Numbers of the values that no later stage reads."""
+    results: int
+    """How many of the program's outputs it makes."""
 
 
-def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
-    """Cuts a program into stages, one for each group of its outputs.
+def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | None = None) -> tuple[Stage, ...]:
+    """Cuts a program into stages, one for each group of its outputs, and more where its inputs come late.
 
-    Stage k holds the equations that group k needs and no earlier stage has, in their order: nothing early that only a
-    later group needs, and nothing twice but what XLA itself repeats inside a program, where that saves memory: a mask
-    or a shifted copy is made anew from the value it came from, if that value is at hand or no larger.
+    A group's stage holds the equations that the group needs and no earlier stage has, in their order: nothing early
+    that only a later group needs, and nothing twice but what XLA itself repeats inside a program, where that saves
+    memory: a mask or a shifted copy is made anew from the value it came from, if that value is at hand or no larger.
+    Where a group needs inputs that come one after the other, what can be made of those that are there is a stage of its
+    own: none waits for an input that it does not need.
 
     Args:
       closed: the program.
       groups: how many outputs each group has, in the order in which they are to be ready.
+      comes: numbers of inputs, and when each comes; the others are there from 0.
 
     Returns:
-      The stages; the results of stage k are the outputs of group k.
+      The stages; their results, one stage after the other, are the outputs of one group after the other.
 
     Raises:
       ValueError: the groups do not have as many outputs as the program.
@@ -49,6 +54,9 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
       >>> program = jax.make_jaxpr(lambda x: ((y := jnp.sin(x)), jnp.cos(y)))(1.0)
       >>> [(stage.reads, stage.writes) for stage in cut(program, [1, 1])]
       [((0,), (1,)), ((1,), ())]
+      >>> late = jax.make_jaxpr(lambda x, y: jnp.cos(jnp.sin(x) + y))(1.0, 1.0)
+      >>> [(stage.reads, stage.writes) for stage in cut(late, [1], {1: 1})]
+      [((0,), (2,)), ((2, 1), ())]
     """
     program = straighten(closed)
     jaxpr = program.jaxpr
@@ -56,7 +64,8 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
         raise ValueError(f"groups must hold the program's {len(jaxpr.outvars)} outputs, got {list(groups)}.")
     results = [jaxpr.outvars[a:b] for a, b in pairwise(accumulate(groups, initial=0))]
     maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    homes = _homes(jaxpr, results, maker)
+    when = _when(jaxpr, comes or {})
+    homes, results = _by_arrival(jaxpr, _homes(jaxpr, results, maker), results, when)
     pairs = [_remade(jaxpr, home, result, maker) for home, result in zip(homes, results)]
     consts = dict(zip(jaxpr.constvars, program.consts))
     needs = [[v for v in need if v not in consts] for _, need in pairs]
@@ -77,9 +86,10 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int]) -> tuple[Stage, ...]:
             reads=tuple(number[v] for v in needs[k]),
             writes=tuple(number[v] for v in gives[k]),
             frees=tuple(number[v] for v in needs[k] if last[v] == k),
+            results=len(results[k]),
         )
 
-    return tuple(stage(k) for k in range(len(groups)))
+    return tuple(stage(k) for k in range(len(homes)))
 
 
 def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
@@ -98,14 +108,35 @@ def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
       [1, 2, 2]
     """
     jaxpr = straighten(closed).jaxpr
-    comes = {jaxpr.invars[number]: when for number, when in inputs.items()}
+    when = _when(jaxpr, inputs)
+    return [_latest([atom], when) for atom in jaxpr.outvars]
 
-    def last(atoms: Iterable[Any]) -> int:
-        return max((comes.get(var, 0) for var in _variables(atoms)), default=0)
 
+def _when(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> dict[Var, int]:
+    """When the last input comes that each value needs; those that need none are left out."""
+    when = {jaxpr.invars[number]: comes for number, comes in inputs.items()}
     for eqn in jaxpr.eqns:
-        comes.update(dict.fromkeys(eqn.outvars, last(eqn.invars)))
-    return [last([atom]) for atom in jaxpr.outvars]
+        if last := _latest(eqn.invars, when):
+            when.update(dict.fromkeys(eqn.outvars, last))
+    return when
+
+
+def _latest(atoms: Iterable[Any], when: Mapping[Var, int]) -> int:
+    return max((when.get(var, 0) for var in _variables(atoms)), default=0)
+
+
+def _by_arrival(
+    jaxpr: Jaxpr, homes: Sequence[set[int]], results: Sequence[Sequence[Any]], when: Mapping[Var, int]
+) -> tuple[list[set[int]], list[Sequence[Any]]]:
+    """Parts each group's equations by the inputs that they wait for; the last of them have its results."""
+    parts, made, latest = list[set[int]](), list[Sequence[Any]](), 0
+    for home, result in zip(homes, results):
+        waits = {at: max(latest, _latest(jaxpr.eqns[at].invars, when)) for at in home}
+        latest = max([latest, _latest(result, when), *waits.values()])
+        for stop in sorted({*waits.values(), latest}):
+            parts.append({at for at in home if waits[at] == stop})
+            made.append(result if stop == latest else ())
+    return parts, made
 
 
 def _homes(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:

@@ -6,8 +6,10 @@ Source: `DDPOptimizer` in TorchDynamo, which cuts a compiled graph at bucket bou
 in PyTorch, which updates a bucket while later ones travel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -20,11 +22,11 @@ from fddp.jaxpr import Stage, arrivals, collectives, cut
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
 
-GIVEN = ("state", "pending", "rows")
+ARGUMENTS = ("state", "pending", SHARDS, "rows")
 
 
 def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
-    """The baseline: the backward pass, all messages, the update.
+    """The baseline: a round after the other, its messages behind what makes them.
 
     Args:
       placement: where the replicas' programs run.
@@ -38,39 +40,29 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
       The list; its values are trees.
     """
     del placement, state, pending, shards, rows  # one list fits all forms
-    first, *later = communications(pieces.spoken)
 
-    def backward(state: Any, pending: Any, rows: Any) -> Sequence[Any]:
-        return _sent(*pieces.local(state, pending, rows))
+    def speak(one: Round, *values: Any) -> Sequence[Any]:
+        given, came = values[: len(one.reads)], values[len(one.reads) :]
+        return _sent(*one.run(*given, *(_came(*came) if came else (None, None))))
 
-    def again(one: Round) -> Callable[..., Sequence[Any]]:
-        def run(state: Any, shards: Any, kept: Any, *back: Any) -> Sequence[Any]:
-            messages, kept = kept
-            return _sent(*one.run(state, shards, replace(messages, arrays=back), kept))
+    def finish(state: Any, shards: Any, nbytes: Any, *came: Any) -> Sequence[Any]:
+        return pieces.finish(state, shards, *_came(*came), nbytes)
 
-        return run
-
-    def finish(state: Any, kept: Any, nbytes: Any, *back: Any) -> Sequence[Any]:
-        messages, kept = kept
-        return pieces.finish(state, replace(messages, arrays=back), kept, nbytes)
-
-    tasks: list[Task] = [Compute("backward", GIVEN, (*_read(first), "kept"), backward), *first]
-    kept, back = "kept", _written(first)
-    for one, sends in zip(pieces.rounds, later):
-        reads, kept = ("state", SHARDS, kept, *back), f"kept by {one.name}"
-        tasks += [Compute(one.name, reads, (*_read(sends), kept), again(one), "update"), *sends]
-        back = _written(sends)
-    last = "unpack" if pieces.rounds else "update"
-    tasks.append(Compute(last, ("state", kept, BYTES, *back), ("result", NEW), finish, "update"))
+    tasks, came = list[Task](), ()
+    for one, sends in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
+        kept = f"kept by {one.name}"
+        tasks += [Compute(one.name, (*one.reads, *came), (*_read(sends), kept), partial(speak, one), one.kind), *sends]
+        came = kept, *_written(sends)
+    tasks.append(Compute(pieces.name, ("state", SHARDS, BYTES, *came), ("result", NEW), finish, "update"))
     return TaskList(
         tuple(tasks),
-        lambda state, pending, shards, rows: {"state": state, "pending": pending, SHARDS: shards, "rows": rows},
+        lambda *arguments: dict(zip(ARGUMENTS, arguments)),
         lambda values: (values["result"], values[NEW]),
     )
 
 
 def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
-    """The backward pass cut where messages are made, what is done with them where they come back.
+    """Each round cut where its messages are made, and where those of the round before come back.
 
     Args:
       placement: where the replicas' programs run.
@@ -83,49 +75,51 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     Returns:
       The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
     """
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, shards, rows))
-    state, pending, shards, rows = given
-    entering = [*_names("state", state), *_names("pending", pending), *_names(SHARDS, shards), *_names("rows", rows)]
-    states = _names("state", state)
-    there = [*states, *_names(SHARDS, shards)]
-    (sends, *later), count = communications(pieces.spoken), len(pieces.reductions)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, shards, rows))
+    given = dict(zip(ARGUMENTS, arguments))
+    names = {word: _names(word, tree) for word, tree in given.items()}
+    tasks, sends, came, held = list[Task](), list[Communicate](), (None, None), list[str]()
 
-    closed, (messages, kept) = trace(placement, pieces.local, state, pending, rows)
-    of_local = [name for name in entering if name.split("/")[0] != SHARDS]
-    names = _names("kept", kept)
-    groups = [[k] for k in range(count)]
-    groups[-1] += range(count, len(closed.out_avals))
-    stages = _stages("stage", "compute", closed, of_local, [*_read(sends), *names], groups)
-    tasks: list[Task] = [task for pair in zip(stages, sends) for task in pair]
+    def of(words: Sequence[str]) -> list[str]:
+        return [name for word in words for name in names[word]]
 
-    for one, next_sends in zip(pieces.rounds, later):
-        back = _back(sends, messages)
-        closed, (messages, kept) = trace(placement, one.run, state, shards, back, kept)
-        read = [*there, *_written(sends), *names]
-        names = _names(f"kept by {one.name}", kept)
-        stages, made = _in_turn(one.name, closed, read, len(there), [*_read(next_sends), *names], len(sends))
-        for task, writes in zip(stages, made):
-            tasks += [task, *(send for send in next_sends if send.reads[0] in writes)]
-        sends = next_sends
+    for one, following in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
+        closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
+        read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
+        held = _names(f"kept by {one.name}", kept)
+        made = [*_read(following), *held]
+        cutting = _in_turn if one.kind == "update" else _as_made
+        for task in cutting(one.name, closed, read, before, made, len(sends)):
+            tasks += [task, *(send for send in following if send.reads[0] in task.writes)]
+        sends, came = following, (_back(following, messages), kept)
 
-    nbytes = jax.ShapeDtypeStruct((sum(map(len, pieces.spoken)),), np.uint32)
-    back = _back(sends, messages)
-    closed, (result, new) = trace(placement, pieces.finish, state, back, kept, nbytes)
-    read, results = [*states, *_written(sends), *names, BYTES], [*_names("result", result), *_names(NEW, new)]
-    title = "unpack" if pieces.rounds else "update"
-    stages, _ = _in_turn(title, closed, read, len(states), results, len(sends))
+    nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
+    closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
+    there = of(("state", SHARDS))
+    read, results = [*there, *_written(sends), *held, BYTES], [*_names("result", result), *_names(NEW, new)]
+    tasks += _in_turn(pieces.name, closed, read, len(there), results, len(sends))
 
     treedef = jax.tree.structure((result, new))
     return TaskList(
-        (*tasks, *stages),
-        lambda *arguments: dict(zip(entering, jax.tree.leaves(arguments))),
+        tuple(tasks),
+        lambda *arguments: dict(zip(of(ARGUMENTS), jax.tree.leaves(arguments))),
         lambda values: treedef.unflatten([values[name] for name in results]),
     )
 
 
+def _as_made(
+    title: str, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
+) -> list[Compute]:
+    """The forward and backward pass, cut where a message is made and where one of `count` comes back that it needs."""
+    messages = sum(name.startswith("message ") for name in made)
+    groups = [[k] for k in range(messages)]
+    groups[-1] += range(messages, len(made))
+    return _stages("stage", "compute", closed, given, made, groups, {before + k: k for k in range(count)})
+
+
 def _in_turn(
     title: str, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
-) -> tuple[list[Compute], list[set[str]]]:
+) -> list[Compute]:
     """What is made of `count` messages that come back one after the other, given from number `before` on, in stages.
 
     What a message is for is done when it is back; how much was sent is known when all of them are. What speaks with the
@@ -135,11 +129,16 @@ def _in_turn(
     alone = bool(collectives(closed))
     when = [count - 1 if alone else _used(k, count) for k in arrivals(closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
-    return _stages(title, "update", closed, given, made, groups), [{made[k] for k in group} for group in groups]
+    return _stages(title, "update", closed, given, made, groups)
 
 
 def _sent(messages: Messages, kept: Any) -> Sequence[Any]:
     return *messages.arrays, (replace(messages, arrays=()), kept)
+
+
+def _came(kept: Any, *back: Any) -> tuple[Messages, Any]:
+    messages, kept = kept
+    return replace(messages, arrays=back), kept
 
 
 def _back(sends: Sequence[Communicate], messages: Messages) -> Messages:
@@ -163,23 +162,26 @@ def _stages(
     given: Sequence[str],
     made: Sequence[str],
     groups: Sequence[Sequence[int]],
+    comes: Mapping[int, int] | None = None,
 ) -> list[Compute]:
-    """The stages of a program as tasks, one for each group of its outputs."""
+    """The stages of a program as tasks."""
     jaxpr = closed.jaxpr
     outputs = [jaxpr.outvars[number] for group in groups for number in group]
     consts = dict(zip(jaxpr.constvars, closed.consts))
-    stages = cut(make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts), [len(group) for group in groups])
+    whole = make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts)
+    stages = cut(whole, [len(group) for group in groups], comes)
 
     handed = ((k, number) for k, stage in enumerate(stages) for number in stage.writes)
     names = [*given, *(f"{title} {k}/{number - len(given)}" for k, number in handed)]
+    results = iter([made[number] for group in groups for number in group])
 
-    def task(k: int, stage: Stage, group: Sequence[int]) -> Compute:
+    def task(k: int, stage: Stage) -> Compute:
         reads = tuple(names[number] for number in stage.reads)
-        writes = (*(names[number] for number in stage.writes), *(made[number] for number in group))
+        writes = (*(names[number] for number in stage.writes), *islice(results, stage.results))
         run = _handing(stage, len(given)) if writes else lambda *values: ()
         return Compute(f"{title} {k}", reads, writes, run, kind)
 
-    return [task(k, stage, group) for k, (stage, group) in enumerate(zip(stages, groups))]
+    return [task(k, stage) for k, stage in enumerate(stages)]
 
 
 def _handing(stage: Stage, inputs: int) -> Callable[..., Sequence[Any]]:

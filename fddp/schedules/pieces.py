@@ -1,12 +1,12 @@
 """The pieces of a step, and what a schedule makes of them.
 
-`local` makes a replica's gradients and packs them, a reduction makes each message's sum over replicas, `finish` uses
-them. Between the two a step may speak again of what came back: each round makes messages of the last one's. A schedule
-makes a list of tasks of the pieces and launches it; the mathematics is the pieces' own.
+A step speaks in rounds: each makes messages, of the gradients or of what came back of the messages before, and the
+replicas sum, scatter or gather them; `finish` uses what came back last. A schedule makes a list of tasks of the pieces
+and launches it; the mathematics is the pieces' own.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
@@ -18,30 +18,34 @@ from fddp.schedules.timeline import Timeline
 
 
 class Round(NamedTuple):
-    """What is made of messages that came back, and sent again."""
+    """What is made of what came back before, and sent."""
 
     name: str
-    run: Callable[[Any, Any, Messages, Any], tuple[Messages, Any]]
-    """(state, shards, what came back, what was kept) → what this replica sends, and what it keeps for itself."""
+    reads: tuple[str, ...]
+    """Which of "state", "pending", "shards" and "rows" it is given."""
+    run: Callable[..., tuple[Messages, Any]]
+    """(*what it reads, what came back, what was kept) → what this replica sends, and what it keeps for itself; nothing
+    has come back or was kept before the first round: None."""
     reductions: tuple[Reduction, ...]
+    """How each message is summed."""
+    kind: Literal["compute", "update"] = "update"
+    """"compute": the forward and backward pass, which are long: each message leaves as soon as it can be made."""
 
 
 class Pieces(NamedTuple):
     """A step, per replica."""
 
-    local: Callable[[Any, Any, Any], tuple[Messages, Any]]
-    """(state, pending, rows) → what this replica sends, and what it keeps for itself."""
-    reductions: tuple[Reduction, ...]
-    """How each message is summed."""
-    finish: Callable[[Any, Messages, Any, Any], tuple[Any, Any]]
-    """(state, what came back, what was kept, bytes sent per message) → the step's result, equal on all replicas, and
-    the shards of the next state."""
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[Round, ...]
+    finish: Callable[[Any, Any, Messages, Any, Any], tuple[Any, Any]]
+    """(state, shards, what came back, what was kept, bytes sent per message) → the step's result, equal on all
+    replicas, and the shards of the next state."""
+    name: str = "update"
+    """What finishing is called."""
 
     @property
-    def spoken(self) -> list[tuple[Reduction, ...]]:
-        """The reductions of one round after the other."""
-        return [self.reductions, *(one.reductions for one in self.rounds)]
+    def reductions(self) -> tuple[Reduction, ...]:
+        """How the messages are summed, of one round after the other."""
+        return tuple(reduction for one in self.rounds for reduction in one.reductions)
 
 
 class Runner(NamedTuple):

@@ -17,7 +17,7 @@ from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_ap
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, ready_order
-from fddp.schedules import Pieces, Runner, Schedule, after, fused, staged
+from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
@@ -134,11 +134,14 @@ def _whole_pieces(
     def unpack(messages: Messages) -> tuple[list[Any], Any]:
         return unpack_parts(axes, plan, messages, where.params)
 
-    def finish(state: TrainState, *back: Any) -> tuple[Any, Any]:
-        return use(state, replica.mean(plan, unpack, state, *back)), ()
+    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        return replica.local(partial(pack_parts, axes, plan, where=where.params), state, pending, rows)
 
-    pack = partial(pack_parts, axes, plan, where=where.params)
-    return Pieces(partial(replica.local, pack), replica.reductions(plan, state.params), finish)
+    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        return use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
+
+    given, sums = ("state", "pending", "rows"), replica.reductions(plan, state.params)
+    return Pieces((Round("backward", given, backward, sums, "compute"),), finish)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:

@@ -164,7 +164,8 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, update: Update) -> Pieces
         sent = Messages(pack(of_parts, _of_plan(of_parts, new.params)), ((), None))
         return sent, (add_replica_dim(told), parts)
 
-    def finish(state: TrainState, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        del shards
         (new, info), parts = drop_replica_dim(kept[0]), kept[1]
         came = plan.treedef.flatten_up_to(unpack_rows(of_parts, plan, replicas, messages.arrays))
         params = [old if x is None else x for old, x in zip(jax.tree.leaves(state.params), came)]
@@ -173,12 +174,15 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, update: Update) -> Pieces
         info = info._replace(sent=first.at[: len(second)].add(second))
         return (new._replace(params=plan.treedef.unflatten(params)), info), parts
 
-    return Pieces(
-        partial(replica.local, pack_gradients),
-        tuple(scattered.get(one.name, one) for _, one in each),
-        finish,
-        (Round("update", update_parts, tuple(gathered)),),
+    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        return replica.local(pack_gradients, state, pending, rows)
+
+    scatters = tuple(scattered.get(one.name, one) for _, one in each)
+    rounds = (
+        Round("backward", ("state", "pending", "rows"), backward, scatters, "compute"),
+        Round("update", ("state", "shards"), update_parts, tuple(gathered)),
     )
+    return Pieces(rounds, finish, "unpack")
 
 
 def _cut(opt_state: Any, params: Any, part: Callable[[Any], Any]) -> Any:

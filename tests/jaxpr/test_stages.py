@@ -62,6 +62,27 @@ def test_no_product_is_computed_twice_or_before_it_is_needed():
     assert sum(counts) == heavy(straighten(closed).jaxpr)
 
 
+def test_what_waits_for_no_input_that_it_does_not_need_is_done_before():
+    closed, args = gradient_program()
+    comes = {layer: layer for layer in range(1, 5)}
+    stages = cut(closed, [1] * 5, comes)
+    # The forward pass of one layer after the other as its weights come; then as without.
+    assert [stage.results for stage in stages] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    for layer, stage in enumerate(stages[:5]):
+        assert {number for number in stage.reads if number < 5} <= set(range(layer + 1))
+    counts, values = [], dict(enumerate(args))
+    for stage in stages:
+        read = [values[number] for number in stage.reads]
+        counts.append(heavy(jax.make_jaxpr(stage.run)(*read).jaxpr))
+        values.update(zip(stage.writes, stage.run(*read)))
+    assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 2]
+    for got, want in zip(run_stages(stages, closed, args), jaxpr_as_fun(closed)(*args)):
+        np.testing.assert_array_equal(got, want)
+    # An input that comes late is waited for by its own result only.
+    late = jax.make_jaxpr(lambda x, y: (jnp.sin(x), y))(1.0, 1.0)
+    assert [stage.reads for stage in cut(late, [1, 1], {1: 1})] == [(0,), (1,)]
+
+
 def test_a_mask_is_made_anew_and_not_handed_on():
     closed, _ = gradient_program()
     first, *_ = cut(closed, [1] * 5)

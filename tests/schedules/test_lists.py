@@ -45,7 +45,7 @@ def listed(group: fddp.Group, schedule: str, **options: Any) -> TaskList:
 def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(group):
     tasks = listed(group(2), "after").tasks
     assert [task.name for task in tasks] == ["backward", *(f"bucket {k}" for k in range(5)), "update"]
-    assert tasks[0].writes == (*(f"message {k}" for k in range(5)), "kept")
+    assert tasks[0].writes == (*(f"message {k}" for k in range(5)), "kept by backward")
     assert [task.reads for task in tasks[1:-1]] == [(f"message {k}",) for k in range(5)]
     assert listed(group(2), "fused").tasks[1].reads == ("message 0",)
 
