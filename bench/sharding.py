@@ -30,9 +30,11 @@ from fddp.buckets import MiB
 
 WAYS: dict[str, dict[str, Any]] = {
     "whole, staged": {"schedule": "staged"},
-    "shared, staged": {"schedule": "staged", "shard": "optimizer"},
+    "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
+    "state, staged": {"schedule": "staged", "shard": "state"},
     "whole, after": {"schedule": "after"},
-    "shared, after": {"schedule": "after", "shard": "optimizer"},
+    "optimizer, after": {"schedule": "after", "shard": "optimizer"},
+    "state, after": {"schedule": "after", "shard": "state"},
 }
 
 
@@ -56,8 +58,8 @@ def main() -> None:
             results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
             for way, told in found.items():
                 times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
-                memory = f"optimizer {told['optimizer_mib']:.1f} MiB, sent {told['sent_mib']:.1f} MiB"
-                print(f"{name}, {backend}, {way:15} {times}; {memory}")
+                memory = f"optimizer {told['optimizer_mib']:.1f} MiB, parameters {told['parameters_mib']:.1f} MiB"
+                print(f"{name}, {backend}, {way:17} {times}; {memory}")
     if not args.quick:
         print(save("sharding", results))
     return None
@@ -83,7 +85,7 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
         said = {
             way: {
                 "step": summary(slower[way]),
-                "to_whole": ratio(slower[way], slower[way.replace("shared", "whole")]),
+                "to_whole": ratio(slower[way], slower[f"whole, {way.split(', ')[1]}"]),
                 "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(held(training.state.params) / MiB, 2),
                 "sent_mib": round(int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2),

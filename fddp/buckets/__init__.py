@@ -27,6 +27,7 @@ from fddp.buckets.shards import plan_of_parts as plan_of_parts
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import there as there
 from fddp.buckets.shards import unpack_rows as unpack_rows
+from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.tail import Messages as Messages
 from fddp.buckets.tail import add_tail as add_tail
 from fddp.buckets.tail import scalar_dtype as scalar_dtype

@@ -47,6 +47,13 @@ def is_shard(x: Any) -> bool:
     return isinstance(x, Shard)
 
 
+def whole_forms(tree: Any) -> Any:
+    """A tree with the form of a whole array in place of each shard."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.parts.dtype) if is_shard(x) else x, tree, is_leaf=is_shard
+    )
+
+
 def part_size(size: int, replicas: int) -> int:
     """Elements of each part."""
     return -(-size // replicas)

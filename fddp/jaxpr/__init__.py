@@ -17,6 +17,7 @@ from fddp.jaxpr.leaves import split as split
 from fddp.jaxpr.masks import tracked as tracked
 from fddp.jaxpr.on_parts import on_parts as on_parts
 from fddp.jaxpr.on_parts import spread as spread
+from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
 from fddp.jaxpr.stages import Stage as Stage

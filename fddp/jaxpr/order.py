@@ -1,4 +1,4 @@
-"""The order in which gradients become ready: the place of each in the program that makes it.
+"""The order in which gradients become ready and parameters are used: the place of each in the program.
 
 `jax.make_jaxpr(jax.value_and_grad(loss))` is a straight program, known before it runs. The place of a gradient in it is
 the moment it becomes ready: what DDP learns from hooks in the first iteration is read off here.
@@ -70,3 +70,29 @@ def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
         made = max(map(place, eqn.invars), default=-1) if cheap(eqn) else at
         places.update(dict.fromkeys(eqn.outvars, made))
     return tuple(sorted(range(count), key=lambda k: (place(jaxpr.outvars[k]), -k)))
+
+
+def first_uses(closed: ClosedJaxpr) -> list[int]:
+    """Finds where each input of a program is read first by an equation that costs something.
+
+    A cast of all parameters at the beginning needs none of them: what reads the cast ones does.
+
+    Args:
+      closed: the program.
+
+    Returns:
+      For each input the number of that equation, or of all equations where there is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> first_uses(jax.make_jaxpr(lambda a, b: jnp.sin(b) + jnp.sin(2 * a))(1.0, 1.0))
+      [2, 0]
+    """
+    jaxpr = straighten(closed).jaxpr
+    uses: dict[Var, int] = {}
+    for at, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        used = min((uses.get(var, len(jaxpr.eqns)) for var in eqn.outvars), default=at) if cheap(eqn) else at
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal):
+                uses[atom] = min(used, uses.get(atom, used))
+    return [uses.get(var, len(jaxpr.eqns)) for var in jaxpr.invars]

@@ -76,7 +76,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
       The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
     """
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, shards, rows))
-    given = dict(zip(ARGUMENTS, arguments))
+    given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
     names = {word: _names(word, tree) for word, tree in given.items()}
     tasks, sends, came, held = list[Task](), list[Communicate](), (None, None), list[str]()
 
@@ -88,8 +88,8 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
         read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
         held = _names(f"kept by {one.name}", kept)
         made = [*_read(following), *held]
-        cutting = _in_turn if one.kind == "update" else _as_made
-        for task in cutting(one.name, closed, read, before, made, len(sends)):
+        cutting = _in_turn if sends and one.kind == "update" else _as_made
+        for task in cutting(one, closed, read, before, made, len(sends)):
             tasks += [task, *(send for send in following if send.reads[0] in task.writes)]
         sends, came = following, (_back(following, messages), kept)
 
@@ -97,7 +97,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
     there = of(("state", SHARDS))
     read, results = [*there, *_written(sends), *held, BYTES], [*_names("result", result), *_names(NEW, new)]
-    tasks += _in_turn(pieces.name, closed, read, len(there), results, len(sends))
+    tasks += _in_turn(pieces, closed, read, len(there), results, len(sends))
 
     treedef = jax.tree.structure((result, new))
     return TaskList(
@@ -108,17 +108,18 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
 
 
 def _as_made(
-    title: str, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
+    one: Round, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
 ) -> list[Compute]:
-    """The forward and backward pass, cut where a message is made and where one of `count` comes back that it needs."""
+    """A round, cut where a message is made and where one of `count` comes back that it needs, given from `before` on."""
     messages = sum(name.startswith("message ") for name in made)
     groups = [[k] for k in range(messages)]
     groups[-1] += range(messages, len(made))
-    return _stages("stage", "compute", closed, given, made, groups, {before + k: k for k in range(count)})
+    title = "stage" if one.kind == "compute" else one.name
+    return _stages(title, one.kind, closed, given, made, groups, {before + k: k for k in range(count)})
 
 
 def _in_turn(
-    title: str, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
+    one: Round | Pieces, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
 ) -> list[Compute]:
     """What is made of `count` messages that come back one after the other, given from number `before` on, in stages.
 
@@ -129,7 +130,7 @@ def _in_turn(
     alone = bool(collectives(closed))
     when = [count - 1 if alone else _used(k, count) for k in arrivals(closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
-    return _stages(title, "update", closed, given, made, groups)
+    return _stages(one.name, "update", closed, given, made, groups)
 
 
 def _sent(messages: Messages, kept: Any) -> Sequence[Any]:

@@ -62,8 +62,10 @@ class Options:
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'after': traffic last; 'auto'
         picks. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
       shard (None): 'optimizer': each replica holds a part of the optimizer's state and updates that part of the
-        parameters (ZeRO, stage 1), with the bytes of an all-reduce; None: each holds and updates all. For an optimizer
-        that works element by element, but for norms; `fddp.whole(state)` puts a state together.
+        parameters (ZeRO, stage 1), with the bytes of an all-reduce; 'state': it holds a part of the parameters too,
+        which are gathered in the order in which the forward pass uses them (stage 3, but that they stay until the
+        backward pass ends); None: each holds and updates all. For an optimizer that works element by element, but for
+        norms; `fddp.whole(state)` puts a state together.
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
         even if the step fails: what else holds its arrays then finds that they have been deleted. Copy before what is
         to stay (a Flax module is got by `from_nnx(…).module(state)`), or give False.
@@ -86,7 +88,7 @@ class Options:
     skip_nonfinite: bool = False
     check_replicas_every: int = 0
     schedule: str | Schedule = "auto"
-    shard: Literal["optimizer"] | None = None
+    shard: Literal["optimizer", "state"] | None = None
     donate: bool = True
 
     def __post_init__(self) -> None:
@@ -112,8 +114,8 @@ class Options:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.broadcast_buffers not in (True, False, "mean"):
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
-        if self.shard not in (None, "optimizer"):
-            raise ValueError(f"shard must be 'optimizer' or None, got {self.shard!r}.")
+        if self.shard not in (None, "optimizer", "state"):
+            raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
         for name in ("hook", "skip_all_reduce_unused_params"):
             if self.shard and getattr(self, name):
                 raise ValueError(

@@ -173,6 +173,12 @@ class Replica:
         return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index())
 
 
+def with_trained(params: Any, trained: Any) -> Any:
+    """Puts trained leaves back in their places: the inverse of `Replica.trained`."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
+
+
 def _broken(grads: Sequence[Array]) -> Array:
     """Which gradients are not all finite."""
     return jnp.stack([~jnp.all(jnp.isfinite(x)) for x in grads])

@@ -15,6 +15,7 @@ from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState
+from fddp.step.whole import whole
 
 # What is equal on all replicas, pending, in shards, and remembered for each message: where programs take them.
 Given: TypeAlias = tuple[TrainState, Any, Any, Any]
@@ -98,6 +99,9 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
     replicated, pending, *_ = given
     journal = settled.replica.group.journal
     journal.say("no_sync")
+    # No gradient is sent; parameters that rest in shards have to come together all the same.
+    params = whole(state.params, group=settled.replica.group)
+    replicated = replicated._replace(params=placement.place(params, REPLICATED))
     accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)

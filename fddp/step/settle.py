@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_apart, unpack_parts
+from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_apart, unpack_parts, whole_forms
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
-from fddp.jaxpr import collectives, ready_order
+from fddp.jaxpr import collectives, first_uses, ready_order
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
-from fddp.step.sharded import check_state, sharded_pieces
+from fddp.step.sharded import sharded_pieces
+from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
@@ -69,17 +70,20 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
       ValueError: the batch does not fit, or ranks differ; on every rank.
       TypeError: the loss returns something else than promised.
     """
+    held, state = state, whole_forms(state)
     group, options, chosen = replica.group, replica.options, replica.chosen(state.params)
     found: list[tuple[Any, ...]] = []
 
     def describe() -> Iterable[str]:
         check_batch(replica, state, batch)
         check_memory(replica, state)
-        check_state(replica, state)
+        check_state(replica, held)
         program, told = _gradients(replica, state, batch)
         order = chosen[::-1] if options.order == "reverse" else _ready(program, chosen)
+        # The state comes first: the number of the step, then the parameters.
+        uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
         schedule = _schedule(replica, program)
-        found.append((order, _paths(replica, state, batch), schedule, told))
+        found.append((order, uses, _paths(replica, state, batch), schedule, told))
         return [
             f"call {call}",
             repr(options),
@@ -93,10 +97,10 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         ]
 
     verify(group, "batch or loss", describe)
-    ((order, paths, schedule, told),) = found
+    ((order, uses, paths, schedule, told),) = found
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
-    order = group.broadcast(np.asarray(order, np.int32))
+    order, uses = group.broadcast((np.asarray(order, np.int32), np.asarray(uses, np.int32)))
     paths = group.all_reduce(np.asarray(paths, np.int32), op="max")
     reached = {i for i, path in zip(chosen, paths) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
@@ -111,7 +115,11 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
     used = partial(use, replica, where)
-    pieces = sharded_pieces(replica, plan, used) if options.shard else _whole_pieces(replica, plan, where, state, used)
+    if options.shard:
+        first = [min(uses[i] for i in bucket.leaves) for bucket in plan.buckets]
+        pieces = sharded_pieces(replica, plan, sorted(range(len(first)), key=first.__getitem__), used)
+    else:
+        pieces = _whole_pieces(replica, plan, where, state, used)
     own, donated = group.placement.per_replica, (1,) if options.donate else ()
     in_specs, out_specs = (REPLICATED, own, own), (own, REPLICATED)
     return Settled(
@@ -166,8 +174,9 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     fits = tree, [len(x) for x in own], form
     if settled.fits == fits:
         return settled
-    check_params(settled.plan, state.params)
     check_state(settled.replica, state)
+    state = whole_forms(state)
+    check_params(settled.plan, state.params)
     check_batch(settled.replica, state, batch)
     settled = settled._replace(fits=fits)
     if not settled.left_out or form in settled.forms:

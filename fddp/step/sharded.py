@@ -1,20 +1,23 @@
-"""A step whose replicas share the optimizer's state: each holds a part of it, and updates that part of the parameters.
+"""A step whose replicas share the state: each holds a part of it, and updates that part of the parameters.
 
 A message of gradients is scattered, each replica updates what it got of it, and the new parameters are gathered: the
-bytes of an all-reduce. What the update is, is not told anew: the very function that updates whole arrays is traced, and
-run on parts.
+bytes of an all-reduce. Where only the optimizer's state is shared they are gathered at the step's end; where the
+parameters rest in parts, too, at the beginning of the next, in the order in which the forward pass uses them. What the
+update is, is not told anew: the very function that updates whole arrays is traced, and run on parts.
 
-Source: ZeRO (Rajbhandari et al., SC 2020), stage 1; `ZeroRedundancyOptimizer` in `torch.distributed.optim`.
+Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 and 3; `ZeroRedundancyOptimizer` in `torch.distributed.optim`;
+PyTorch's FullyShardedDataParallel with `SHARD_GRAD_OP`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, UInt32
 
 from fddp.buckets import (
     BucketPlan,
@@ -26,18 +29,18 @@ from fddp.buckets import (
     own_part,
     pack,
     pack_rows,
-    part_size,
     plan_of_parts,
     take_apart,
     take_tail,
     there,
     unpack,
     unpack_rows,
+    whole_forms,
 )
-from fddp.comm import Communicator, Group, add_replica_dim, drop_replica_dim
-from fddp.hooks import reductions
+from fddp.comm import Communicator, add_replica_dim, drop_replica_dim
+from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import Follows, Kind, Same, on_parts, spread
-from fddp.optim import divided, kinds_of_state
+from fddp.optim import kinds_of_state
 from fddp.schedules import Pieces, Round
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, StepInfo, TrainState
@@ -46,165 +49,154 @@ from fddp.step.state import Mean, StepInfo, TrainState
 Update = Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
 
 
-def check_shards(replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> None:
-    """Says what of an optimizer's state cannot be held in parts.
-
-    Args:
-      replica: what one replica does.
-      optimizer: of the step.
-      params: the parameters that it trains, or their forms.
-
-    Raises:
-      ValueError: its update needs whole leaves.
-    """
-    if not replica.options.shard:
-        return
-    if isinstance(params, optax.LookaheadParams):
-        raise ValueError("shard='optimizer' does not know optax.lookahead, which has two sets of parameters.")
-    trained = replica.trained(params)
-    if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
-        raise ValueError("shard='optimizer' has nothing to share: no more than one number is trained; leave it out.")
-    whole = divided(optimizer, trained).whole
-    if whole:
-        named = jax.tree_util.tree_leaves_with_path(trained)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
-        told = [f"{names[leaf]} ({why})" for leaf, why in sorted(whole.items())]
-        more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-        raise ValueError(
-            f"shard='optimizer' gives each replica a part of every leaf, and this optimizer's update needs whole: "
-            f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works element by element; norms "
-            "over all of a leaf or of all leaves are fine."
-        )
-
-
-def check_state(replica: Replica, state: TrainState) -> None:
-    """Says that an optimizer's state is not held as the step holds it.
-
-    Args:
-      replica: what one replica does.
-      state: what a step was given.
-
-    Raises:
-      ValueError: it is whole and ought to be in shards, or the other way round, or in shards of other replicas.
-    """
-    group, shards = replica.group, list(filter(is_shard, _held(state.opt_state)))
-    if not replica.options.shard:
-        if shards:
-            raise ValueError(
-                "the optimizer's state is in shards, and this step was made without shard='optimizer': give one of "
-                "them, or fddp.whole(state)."
-            )
-        return
-    whole = jax.tree.map(_whole_form, state.opt_state, is_leaf=is_shard)
-    expected = forms_in_shards(group, whole, replica.trained(state.params))
-    got = [(is_shard(x), jnp.shape(x.parts if is_shard(x) else x)) for x in _held(state.opt_state)]
-    if got != [(is_shard(x), x.parts.shape if is_shard(x) else x.shape) for x in _held(expected)]:
-        raise ValueError(
-            f"the optimizer's state is not in shards of {group.size} replicas: go on with what step.init or the last "
-            "step returned, or from a checkpoint; fddp.whole(state) is for looking at it."
-        )
-
-
-def in_shards(group: Group, opt_state: Any, params: Any) -> Any:
-    """An optimizer's state in shards, of which each replica makes its own; inside a program.
-
-    Args:
-      group: the replicas.
-      opt_state: of whole parameters.
-      params: these.
-
-    Returns:
-      The state: a `Shard` for each array that goes with a parameter.
-    """
-    return _cut(opt_state, params, lambda x: own_part(x, group.size, group.communicator.replica_index()))
-
-
-def forms_in_shards(group: Group, opt_state: Any, params: Any) -> Any:
-    """The form of what `in_shards` makes, as all replicas together have it."""
-    held = group.placement.replicas_in_array
-
-    def part(x: Any) -> Any:
-        return jax.ShapeDtypeStruct((part_size(x.size, group.size) * held,), x.dtype)
-
-    return _cut(opt_state, params, part)
-
-
-def sharded_pieces(replica: Replica, plan: BucketPlan, update: Update) -> Pieces:
+def sharded_pieces(replica: Replica, plan: BucketPlan, uses: Sequence[int], update: Update) -> Pieces:
     """The pieces of such a step.
 
     Args:
       replica: what one replica does.
       plan: the buckets, of whole leaves.
+      uses: the buckets in the order in which a forward pass uses what is in them.
       update: as a step of whole state has it.
 
     Returns:
-      The pieces: gradients are scattered; parts are updated and gathered.
+      The pieces: gradients are scattered, parts are updated and gathered, or the other way round.
     """
-    replicas, comm, of_parts = replica.group.size, replica.group.communicator, plan_of_parts(plan, replica.group.size)
-    each = list(zip(plan.messages, reductions(plan, None, None)))
-    parted = [one._replace(replicas=replicas) for message, one in each if message.bucket is not None]
-    scattered = {one.name: one._replace(collective="reduce_scatter") for one in parted}
-    gathered = [one._replace(name=f"gather {k}", collective="all_gather") for k, one in enumerate(parted)]
+    parts = Parts(replica, plan, plan_of_parts(plan, replica.group.size), update)
+    if replica.options.shard == "optimizer":
+        return _gathered_last(parts, range(len(plan.buckets)))
+    return _gathered_first(parts, uses)
 
-    def pack_gradients(grads: Any, tail: Any) -> Messages:
-        return add_tail(of_parts, pack_rows(of_parts, replicas, grads), tail)
 
-    def unpack_gradients(messages: Messages) -> tuple[list[Any], Any]:
-        buckets, tail = take_tail(of_parts, messages)
-        return plan.treedef.flatten_up_to(unpack(of_parts, buckets)), tail
-
-    def update_parts(state: TrainState, shards: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
-        mine, index = _parts(replica, state, shards), comm.replica_index()
-        nothing = jnp.zeros(len(plan.messages), jnp.uint32)
-        mean = replica.mean(of_parts, unpack_gradients, mine, messages, kept, nothing)
-        exists = lambda leaf: there(plan.leaves[leaf].size, replicas, index)  # noqa: E731
-        new, info = _run(replica, update, state, mine, mean, exists, partial(_put_together, comm))
-        equal, parts = take_apart(new.opt_state)
-        told = new._replace(params=None, opt_state=equal), info
-        sent = Messages(pack(of_parts, _of_plan(of_parts, new.params)), ((), None))
-        return sent, (add_replica_dim(told), parts)
-
-    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        del shards
-        (new, info), parts = drop_replica_dim(kept[0]), kept[1]
-        came = plan.treedef.flatten_up_to(unpack_rows(of_parts, plan, replicas, messages.arrays))
-        params = [old if x is None else x for old, x in zip(jax.tree.leaves(state.params), came)]
-        first, second = sent[: len(plan.messages)], sent[len(plan.messages) :]
-        first = jnp.roll(first, -1) if plan.messages[0].bucket is None else first
-        info = info._replace(sent=first.at[: len(second)].add(second))
-        return (new._replace(params=plan.treedef.unflatten(params)), info), parts
+def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
+    """The parameters are whole between steps: they are gathered as soon as they are updated."""
 
     def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return replica.local(pack_gradients, state, pending, rows)
+        return parts.scattered(state, pending, rows)
 
-    scatters = tuple(scattered.get(one.name, one) for _, one in each)
+    def update(state: TrainState, shards: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
+        new, info = parts.updated(join(state, shards), messages, kept)
+        equal, mine = take_apart(new.opt_state)
+        told = new._replace(params=None, opt_state=equal), info
+        return parts.gathered(new.params, order), (add_replica_dim(told), mine)
+
+    def unpack(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        (new, info), mine = drop_replica_dim(kept[0]), kept[1]
+        new = new._replace(params=parts.whole(state.params, messages, order))
+        of_scatters, of_gathers = jnp.split(sent, [len(parts.scatters)])
+        return (new, info._replace(sent=parts.sent(of_scatters, of_gathers, order))), mine
+
     rounds = (
-        Round("backward", ("state", "pending", "rows"), backward, scatters, "compute"),
-        Round("update", ("state", "shards"), update_parts, tuple(gathered)),
+        Round("backward", ("state", "pending", "rows"), backward, parts.scatters, "compute"),
+        Round("update", ("state", "shards"), update, parts.gathers(order)),
     )
-    return Pieces(rounds, finish, "unpack")
+    return Pieces(rounds, unpack, "unpack")
 
 
-def _cut(opt_state: Any, params: Any, part: Callable[[Any], Any]) -> Any:
-    def cut(kind: Kind, x: Any) -> Any:
-        return Shard(part(x), x.shape) if isinstance(kind, Follows) else x
+def _gathered_first(parts: "Parts", order: Sequence[int]) -> Pieces:
+    """The parameters rest in parts between steps: they are gathered where the forward pass begins to use them."""
 
-    return jax.tree.map(cut, kinds_of_state(opt_state, params), opt_state, is_leaf=_is_kind)
+    def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
+        return parts.gathered(parts.own(join(state, shards).params), order), ()
+
+    def backward(state: TrainState, pending: Any, rows: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
+        state = state._replace(params=parts.whole(state.params, messages, order))
+        return parts.scattered(state, pending, rows)
+
+    def update(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        new, info = parts.updated(join(state, shards), messages, kept)
+        equal, mine = take_apart(new)
+        of_gathers, of_scatters = jnp.split(sent, [len(order)])
+        return (equal, info._replace(sent=parts.sent(of_scatters, of_gathers, order))), mine
+
+    rounds = (
+        Round("pack", ("state", "shards"), packed, parts.gathers(order)),
+        Round("backward", ("state", "pending", "rows"), backward, parts.scatters, "compute"),
+    )
+    return Pieces(rounds, update)
 
 
-def _of_plan(plan: BucketPlan, tree: Any) -> Any:
-    """The leaves that travel, None in place of others."""
-    travels = {i for bucket in plan.buckets for i in bucket.leaves}
-    leaves = plan.treedef.flatten_up_to(tree)
-    return plan.treedef.unflatten([x if i in travels else None for i, x in enumerate(leaves)])
+@dataclass(frozen=True)
+class Parts:
+    """One replica's parts of the leaves, and how they travel."""
 
+    replica: Replica
+    plan: BucketPlan
+    """The buckets, of whole leaves."""
+    of_parts: BucketPlan
+    """The same, of parts."""
+    update: Update
 
-def _parts(replica: Replica, state: TrainState, shards: Sequence[Array]) -> TrainState:
-    """A replica's own part of a state: of all that is trained, flat."""
-    index, chosen = replica.group.communicator.replica_index(), set(replica.chosen(state.params))
-    leaves, treedef = jax.tree.flatten(state.params)
-    params = [own_part(x, replica.group.size, index) if i in chosen else x for i, x in enumerate(leaves)]
-    return state._replace(params=treedef.unflatten(params), opt_state=join(state.opt_state, shards))
+    @property
+    def scatters(self) -> tuple[Reduction, ...]:
+        """How gradients are summed: each replica gets its parts of the sum, and all of loss and metrics."""
+        each = zip(self.plan.messages, reductions(self.plan, None, None))
+        return tuple(
+            one
+            if message.bucket is None
+            else one._replace(collective="reduce_scatter", replicas=self.replica.group.size)
+            for message, one in each
+        )
+
+    def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
+        """How buckets of parameters come to all replicas, in this order."""
+        of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
+        return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather") for k in order)
+
+    def scattered(self, state: TrainState, pending: Any, rows: Any) -> tuple[Messages, Any]:
+        """The messages of gradients, and what is kept; the parameters are whole."""
+
+        def packed(grads: Any, tail: Any) -> Messages:
+            return add_tail(self.of_parts, pack_rows(self.of_parts, self.replica.group.size, grads), tail)
+
+        return self.replica.local(packed, state, pending, rows)
+
+    def gathered(self, params: Any, order: Sequence[int]) -> Messages:
+        """The messages of parameters, of which this replica has its own parts."""
+        travels = {i for bucket in self.plan.buckets for i in bucket.leaves}
+        leaves = [x if i in travels else None for i, x in enumerate(self.plan.treedef.flatten_up_to(params))]
+        buckets = pack(self.of_parts, self.plan.treedef.unflatten(leaves))
+        return Messages(tuple(buckets[k] for k in order), ((), None))
+
+    def whole(self, params: Any, messages: Messages, order: Sequence[int]) -> Any:
+        """The parameters that have come from all replicas, among those that stay."""
+        buckets = [array for _, array in sorted(zip(order, messages.arrays), key=lambda pair: pair[0])]
+        came = unpack_rows(self.of_parts, self.plan, self.replica.group.size, buckets)
+        # What has no elements does not travel.
+        empty = [
+            jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x for x, leaf in zip(_leaves(params), self.plan.leaves)
+        ]
+        leaves = zip(self.plan.treedef.flatten_up_to(came), empty)
+        return self.plan.treedef.unflatten([old if new is None else new for new, old in leaves])
+
+    def own(self, params: Any) -> Any:
+        """This replica's parts of what is trained, flat, in place of shards and of whole leaves."""
+        size, index = self.replica.group.size, self.replica.group.communicator.replica_index()
+        chosen = set(self.replica.chosen(whole_forms(params)))
+        leaves = [
+            x.parts if is_shard(x) else own_part(x, size, index) if i in chosen else x
+            for i, x in enumerate(_leaves(params))
+        ]
+        return self.plan.treedef.unflatten(leaves)
+
+    def updated(self, state: TrainState, messages: Messages, kept: Any) -> tuple[TrainState, StepInfo]:
+        """The next state, in shards where this one is and else with this replica's parts of the parameters."""
+        comm, replicas = self.replica.group.communicator, self.replica.group.size
+        mine, nothing = state._replace(params=self.own(state.params)), jnp.zeros(len(self.plan.messages), jnp.uint32)
+        mean = self.replica.mean(self.of_parts, self._came, mine, messages, kept, nothing)
+
+        def exists(leaf: int) -> Array:
+            return there(self.plan.leaves[leaf].size, replicas, comm.replica_index())
+
+        return _run(self.replica, self.update, state, mine, mean, exists, partial(_put_together, comm))
+
+    def sent(self, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> UInt32[Array, " messages"]:
+        """The bytes of each bucket, there and back; at the end what travels alone."""
+        alone = self.plan.messages[0].bucket is None
+        return (jnp.roll(of_scatters, -1) if alone else of_scatters).at[np.array(order, int)].add(of_gathers)
+
+    def _came(self, messages: Messages) -> tuple[list[Any], Any]:
+        buckets, tail = take_tail(self.of_parts, messages)
+        return self.plan.treedef.flatten_up_to(unpack(self.of_parts, buckets)), tail
 
 
 def _run(
@@ -217,28 +209,18 @@ def _run(
     put_together: Callable[[str, Sequence[Array]], Sequence[Array]],
 ) -> tuple[TrainState, StepInfo]:
     """The update of whole arrays, run on parts; the new state has shards where the old one has."""
-    params, treedef = jax.tree.leaves(state.params), jax.tree.structure(state.params)
-    chosen = replica.chosen(state.params)
-    whole_params = treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in params])
-    whole_opt = jax.tree.map(_whole_form, mine.opt_state, is_leaf=is_shard)
-    numbers = treedef.unflatten([Follows(i) if i in chosen else Same(x.size == 1) for i, x in enumerate(params)])
-    grads = treedef.unflatten([whole if i in chosen else None for i, whole in enumerate(jax.tree.leaves(whole_params))])
-
-    forms = (
-        jax.tree.map(_whole_form, mine._replace(params=None, opt_state=None))._replace(
-            params=whole_params, opt_state=whole_opt
-        ),
-        jax.tree.map(_whole_form, mean._replace(grads=None))._replace(grads=grads),
-    )
+    forms = jax.tree.map(_form, whole_forms(state))
+    params, treedef = jax.tree.flatten(forms.params)
+    chosen = set(replica.chosen(forms.params))
+    of_params = treedef.unflatten([Follows(i) if i in chosen else _same(x) for i, x in enumerate(params)])
     of_grads = treedef.unflatten([Follows(i) if i in chosen else None for i in range(len(params))])
-    of_state = kinds_of_state(whole_opt, replica.trained(whole_params), of_grads)
-    same = lambda tree: jax.tree.map(lambda x: Same(x.size == 1), tree)  # noqa: E731
-    inputs = (
-        same(forms[0]._replace(params=None, opt_state=None))._replace(params=numbers, opt_state=of_state),
-        same(forms[1]._replace(grads=None))._replace(grads=of_grads),
-    )
+    of_state = kinds_of_state(forms.opt_state, replica.trained(forms.params), of_grads)
+    of_mean = jax.tree.map(_same, mean._replace(grads=None))._replace(grads=of_grads)
+    others = jax.tree.map(_same, forms._replace(params=None, opt_state=None))
+    inputs = others._replace(params=of_params, opt_state=of_state), of_mean
+    form_of_mean = jax.tree.map(_form, mean._replace(grads=None))._replace(grads=replica.trained(forms.params))
     with jax.sharding.use_abstract_mesh(replica.group.placement.view):
-        program, out = jax.make_jaxpr(update, return_shape=True)(*forms)
+        program, out = jax.make_jaxpr(update, return_shape=True)(forms, form_of_mean)
     run = on_parts(program, jax.tree.leaves(inputs, is_leaf=_is_kind), exists, put_together)
     new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
 
@@ -246,7 +228,8 @@ def _run(
         # What an optimizer has set anew is a number of any size.
         return Shard(spread(new, old.parts.shape), old.shape) if is_shard(old) else new
 
-    return new._replace(opt_state=jax.tree.map(shard, mine.opt_state, new.opt_state, is_leaf=is_shard)), info
+    held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
+    return new._replace(params=held[0], opt_state=held[1]), info
 
 
 def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:
@@ -263,12 +246,16 @@ def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list
     return found
 
 
-def _held(tree: Any) -> list[Any]:
+def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_shard)
 
 
-def _whole_form(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x.parts if is_shard(x) else x))
+def _form(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def _same(x: Any) -> Same:
+    return Same(x.size == 1)
 
 
 def _is_kind(x: Any) -> bool:

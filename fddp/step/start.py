@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
 from fddp.jaxpr import merge, split
-from fddp.optim import check_needs
+from fddp.optim import check_needs, optimizer_laid_out
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.replica import Replica
-from fddp.step.sharded import check_shards
+from fddp.step.replica import Replica, with_trained
+from fddp.step.shards import check_shards, forms_in_shards, in_shards
 
 
 def equal_start(group: Group, tree: Any) -> Any:
@@ -36,6 +37,38 @@ def equal_start(group: Group, tree: Any) -> Any:
     parted, whole = split(apart, leaves)
     whole = group.placement.place(group.broadcast(whole), REPLICATED)
     return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
+
+
+def first_held(replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """What a step holds at first, on the group's devices.
+
+    Args:
+      replica: what one replica does.
+      optimizer: of the step.
+      params: whole, equal on all replicas.
+
+    Returns:
+      The parameters and the optimizer's state.
+    """
+    placement, trained = replica.group.placement, replica.trained(params)
+    where = specs(placement, trained)
+
+    def make(trained: Any) -> Any:
+        # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
+        opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+        shared, opt_state = in_shards(replica, trained, opt_state)
+        return take_apart((shared, optimizer_laid_out(placement.other_axes, opt_state, trained, where)))
+
+    made = placement.program(make, (REPLICATED,), (REPLICATED, placement.per_replica))(trained)
+    shared, opt_state = join(*made)
+    return with_trained(params, shared), opt_state
+
+
+def form_held(replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+    """The form of what `first_held` makes."""
+    trained = replica.trained(params)
+    shared, opt_state = forms_in_shards(replica, trained, jax.eval_shape(optimizer.init, trained))
+    return with_trained(params, shared), opt_state
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 
 import fddp
-from fddp.buckets import BucketPlan, join, take_apart
-from fddp.comm import REPLICATED, Group, specs, verify
+from fddp.buckets import BucketPlan, whole_forms
+from fddp.comm import REPLICATED, Group, verify
 from fddp.losses import check_callable, make_objective
-from fddp.optim import check_needs, optimizer_laid_out
+from fddp.optim import check_needs
 from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
 from fddp.step.digests import comparing
@@ -26,9 +26,8 @@ from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
-from fddp.step.sharded import forms_in_shards, in_shards
 from fddp.step.skips import Skips
-from fddp.step.start import described_start, equal_start
+from fddp.step.start import described_start, equal_start, first_held, form_held
 from fddp.step.state import StepInfo, TrainState
 from fddp.step.update import updated
 
@@ -68,21 +67,11 @@ class TrainStep:
             lambda: described_start(replica, self._optimizer, params, model_state, rng),
         )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
-        # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        trained, optimizer = replica.trained(params), self._optimizer
-        where = specs(group.placement, trained)
-
-        def make(trained: Any) -> Any:
-            opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-            opt_state = in_shards(group, opt_state, trained) if replica.options.shard else opt_state
-            return take_apart(optimizer_laid_out(group.placement.other_axes, opt_state, trained, where))
-
-        own = group.placement.per_replica
-        opt_state = join(*group.placement.program(make, (REPLICATED,), (REPLICATED, own))(trained))
-        hook_state = group.placement.program(replica.remembered, (REPLICATED,), own)(params)
+        held, opt_state = first_held(replica, self._optimizer, params)
+        hook_state = group.placement.program(replica.remembered, (REPLICATED,), group.placement.per_replica)(params)
         self._expect(replica.provisional_plan(params))
         number = group.placement.place(np.zeros((), np.int32), REPLICATED)
-        return TrainState(number, params, opt_state, model_state, hook_state, None, rng)
+        return TrainState(number, held, opt_state, model_state, hook_state, None, rng)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
@@ -105,7 +94,9 @@ class TrainStep:
         self._settled = settled = compare(self._settled, given, batch)
         (state, info), hook_state = synchronize(settled, state, given, batch)
         self.steps += 1
-        self.skips.note(self.group, settled.plan, partial(settled.replica.chosen, state.params), self.steps, info)
+        self.skips.note(
+            self.group, settled.plan, lambda: settled.replica.chosen(whole_forms(state.params)), self.steps, info
+        )
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)
@@ -124,14 +115,11 @@ class TrainStep:
         """
 
         def first(params: Any, model_state: Any, rng: Any) -> TrainState:
-            opt_state = self._optimizer.init(self._replica.trained(params))
-            return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, (), None, rng)
+            return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
         state = jax.eval_shape(first, params, model_state, rng)
-        if self.options.shard:
-            trained = self._replica.trained(state.params)
-            state = state._replace(opt_state=forms_in_shards(self.group, state.opt_state, trained))
-        return state._replace(hook_state=self._replica.memory_form(params))
+        held, opt_state = form_held(self._replica, self._optimizer, state.params)
+        return state._replace(params=held, opt_state=opt_state, hook_state=self._replica.memory_form(params))
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.

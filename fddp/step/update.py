@@ -8,7 +8,7 @@ import optax
 
 from fddp.comm import laid_out
 from fddp.optim import DynamicScaleState, all_finite, update
-from fddp.step.replica import Replica
+from fddp.step.replica import Replica, with_trained
 from fddp.step.state import Mean, StepInfo, TrainState
 
 
@@ -29,7 +29,7 @@ def updated(
     """
     trained = replica.trained(state.params)
     new, opt_state = update(optimizer, mean.grads, state.opt_state, trained, mean.used, value=mean.loss)
-    after = state._replace(params=_with(state.params, new), opt_state=opt_state, model_state=mean.model_state)
+    after = state._replace(params=with_trained(state.params, new), opt_state=opt_state, model_state=mean.model_state)
     after, skipped = (after, None) if mean.broken is None else _if_finite(mean.grads, after, state)
     state = laid_out(replica.group.placement, after._replace(step=state.step + 1), where)
     return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent, skipped, mean.broken)
@@ -46,12 +46,6 @@ def _if_finite(grads: Any, new: TrainState, old: TrainState) -> tuple[TrainState
     return jax.tree.map(chosen, new, old, is_leaf=lambda x: isinstance(x, DynamicScaleState)), ~finite
 
 
-def _with(params: Any, trained: Any) -> Any:
-    """Puts trained leaves back in their places: the inverse of `Replica.trained`."""
-    leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten([old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))])
-
-
 def _counts(params: Any, used: Any) -> Any:
     """A count for every leaf of the parameters."""
-    return None if used is None else _with(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)
+    return None if used is None else with_trained(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)
