@@ -110,7 +110,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
 def _as_made(
     one: Round, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
 ) -> list[Compute]:
-    """A round, cut where a message is made and where one of `count` comes back that it needs, given from `before` on."""
+    """A round, cut where a message is made and where one of `count` comes back that it needs, from `before` on."""
     messages = sum(name.startswith("message ") for name in made)
     groups = [[k] for k in range(messages)]
     groups[-1] += range(messages, len(made))

@@ -5,7 +5,6 @@ A schedule is a promise of XLA's that can be read before anything runs, and for 
 Source: Li et al. (VLDB 2020), Fig. 6, read off the program in place of a profile.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fddp.analysis.auditing.carried import carried, merged
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.analysis.plots import draw, figure, label
-from fddp.buckets import BucketPlan, MiB
+from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.hlo import Collective, Module, find_collectives, parse, work
-from fddp.schedules import Communicate, Timeline, scope
+from fddp.schedules import Communicate, Timeline
 from fddp.step import TrainStep
 
 
@@ -88,7 +88,7 @@ class Audit:
         Returns:
           "bucket 2", "tail", "merged" or "other".
         """
-        return self.carries[k] or ("merged" if _merged(self.collectives[k]) else "other")
+        return self.carries[k] or ("merged" if merged(self.collectives[k]) else "other")
 
     def __str__(self) -> str:
         head = ("starts", "carries", "kind", "MiB", "dtype", "mode", "heavy operations in flight", "of all FLOPs")
@@ -155,7 +155,7 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
     if there is not None:
         step = step.on(there.group())
         state, batch = jax.tree.map(_shape, (state, batch))
-        state = step.shapes(state.params, model_state=state.model_state, rng=state.rng)
+        state = step.shapes(whole_forms(state.params), model_state=state.model_state, rng=state.rng)
     module = parse(step.lower(state, batch).compile().as_text() or "")
     collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
@@ -190,29 +190,12 @@ def read(
         plan=plan,
         collectives=collectives,
         messages=tuple(task.name for task in sends),
-        carries=_carried(collectives, sends),
+        carries=carried(collectives, sends),
         heavy=sum(len(found) for _, found in works),
         flops=sum(one.flops for _, found in works for one in found),
         looped=sum(one.flops for line, found in works if line.opcode == "while" for one in found),
         timeline=None if target is None else estimate(module, collectives, target),
     )
-
-
-def _carried(collectives: Sequence[Collective], sends: Sequence[Communicate]) -> tuple[str | None, ...]:
-    """By the name that a message has inside the program; XLA keeps the first name of a merged one."""
-    scopes = {scope(task): task.name for task in sends}
-    named = re.compile(rf"\b({'|'.join(scopes)})\b")
-
-    def name(collective: Collective) -> str | None:
-        found = None if _merged(collective) else named.search(collective.op_name)
-        return scopes[found[1]] if found else None
-
-    return tuple(map(name, collectives))
-
-
-def _merged(collective: Collective) -> bool:
-    """Several collectives in one; an all-to-all has an array for each replica by itself."""
-    return len(collective.arrays) > 1 and collective.kind != "all-to-all"
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -228,7 +211,7 @@ def _problems(audit: Audit) -> Iterator[str]:
         yield "nothing is sent: this step has one replica, so there is no traffic to hide."
         return
     for k, collective in enumerate(collectives):
-        if _merged(collective):
+        if merged(collective):
             yield (
                 f"merged: XLA made one {collective.kind} of {len(collective.arrays)}, "
                 f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; take what "
@@ -239,12 +222,12 @@ def _problems(audit: Audit) -> Iterator[str]:
                 f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in every round; "
                 "move it out of the loop. (Micro-batches of accumulation_steps send nothing.)"
             )
-    carried = [message for message in audit.carries if message is not None]
-    missing = [message for message in audit.messages if message not in carried]
-    if missing and not any(map(_merged, collectives)):
+    found = [message for message in audit.carries if message is not None]
+    missing = [message for message in audit.messages if message not in found]
+    if missing and not any(map(merged, collectives)):
         yield f"not as planned: no collective carries {_listed(missing)}."
-    if carried != sorted(carried, key=audit.messages.index):
-        yield f"out of order: messages start in the order {_listed(carried)}; early ones wait for late ones."
+    if found != sorted(found, key=audit.messages.index):
+        yield f"out of order: messages start in the order {_listed(found)}; early ones wait for late ones."
     chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches})
     if chosen:
         yield (
@@ -258,12 +241,14 @@ def _problems(audit: Audit) -> Iterator[str]:
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
     gathers = [k for k in sent if str(audit.carries[k]).startswith("gather")]
-    if gathers and not any(audit.collectives[k].heavy for k in gathers):
+    bare, sent = [k for k in gathers if not audit.collectives[k].heavy], [k for k in sent if k not in gathers]
+    if bare and bare == gathers and min(sent) < min(gathers):
         yield (
             f"at the end: {_listed(map(audit.label, gathers))}. New parameters are gathered when everything is "
             "computed; that is what shard='optimizer' takes for the memory that it gives."
         )
-    sent = [k for k in sent if k not in gathers]
+    elif len(bare) > max(1, len(gathers) // 2):
+        yield _bare(audit, bare)
     # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
     held = [k for k in sent if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"]
     alone = [k for k in sent if k not in held and not audit.collectives[k].heavy]
@@ -289,10 +274,15 @@ def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
             "smaller bucket_cap_mb."
         )
     elif len(alone) > max(1, len(sent) // 2):
-        yield (
-            f"nothing to overlap with: nothing heavy is computed while {_listed(map(audit.label, alone))} "
-            "are on their way; give each replica more rows, or larger buckets."
-        )
+        yield _bare(audit, alone)
+
+
+def _bare(audit: Audit, alone: Sequence[int]) -> str:
+    names = _listed(map(audit.label, alone))
+    return (
+        f"nothing to overlap with: nothing heavy is computed while {names} are on their way; give each replica more "
+        "rows, or larger buckets."
+    )
 
 
 def _listed(items: Iterable[Any]) -> str:
