@@ -1,6 +1,7 @@
-"""An optimizer's state in shards: the same training, in less memory, for the same bytes."""
+"""A state in shards: the same training, in less memory, for the same bytes."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fddp.hlo import find_collectives, parse
 pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
+both = pytest.mark.parametrize("shard", ["optimizer", "state"])
 DRAW = np.random.default_rng(3)
 # No size is divided by 3 or 5 replicas; a scalar and a leaf of two have fewer elements than there are replicas.
 PARAMS = {
@@ -61,7 +63,7 @@ def close(got: Any, expected: Any, rtol: float = 1e-10) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), got, expected)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "state"])
+@both
 @pytest.mark.parametrize(("n", "name"), [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 5))])
 def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: str, shard: str):
     make = OPTIMIZERS[name]
@@ -74,35 +76,39 @@ def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: 
     close((state.params, state.opt_state), plain(make(), 4))
 
 
+@both
 @SCHEDULES
-def test_training_in_shards_is_training_under_every_schedule(group: Groups, x64: None, schedule: str):
+def test_training_in_shards_is_training_under_every_schedule(group: Groups, x64: None, schedule: str, shard: str):
     make = OPTIMIZERS["adamw, clipped"]
-    step = fddp.train_step(loss_fn, make(), group=group(3), shard="optimizer", schedule=schedule, bucket_cap_mb=0)
+    options: Any = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
+    step = fddp.train_step(loss_fn, make(), group=group(3), **options)
     state = step.init(PARAMS)
     for k in range(4):
         state, _ = step(state, ROWS * (k + 1))
-    close(state.params, plain(make(), 4)[0])
+    close(fddp.whole(state, group=group(3)).params, plain(make(), 4)[0])
 
 
-def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups):
+@both
+def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard: str):
     n, params = 4, {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
     step = fddp.train_step(
-        lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), shard="optimizer"
+        lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), shard=shard
     )
     state = step.init(params)
     state, _ = step(state, np.ones((4, 33), np.float32))
-    shards = [shard for x in jax.tree.leaves(state.opt_state) if x.ndim for shard in x.addressable_shards]
+    arrays = [*jax.tree.leaves(state.opt_state), *(jax.tree.leaves(state.params) if shard == "state" else ())]
+    shards = [shard for x in arrays if x.ndim for shard in x.addressable_shards]
     for device in group(n).placement.place(jnp.ones(()), group(n).placement.per_replica.__class__()).devices():
         held = sum(shard.data.nbytes for shard in shards if shard.device == device)
-        # Two moments of 165 and 3 floats, each filled up to a multiple of the replicas.
-        assert held == 2 * 4 * (42 + 1)
+        # Two moments of 165 and 3 floats, and the parameters, each filled up to a multiple of the replicas.
+        assert held == (3 if shard == "state" else 2) * 4 * (42 + 1)
 
 
 @SCHEDULES
 def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, schedule: str):
     n, params = 4, {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
     sent = []
-    for shard in (None, "optimizer"):
+    for shard in (None, "optimizer", "state"):
         options = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
         step = fddp.train_step(
             lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), **options
@@ -110,26 +116,28 @@ def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, 
         _, info = step(step.init(params), np.ones((4, 8), np.float32))
         by_name = dict(zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist()))
         sent.append(by_name)
-    # Loss and metrics ride in the last bucket of an ordinary step, and alone in this one.
-    last = list(sent[0])[-1]
-    assert sent[1] | {last: 0} == sent[0] | {last: 0}
-    assert sent[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
+    # Loss and metrics ride in a bucket of an ordinary step, the last one or under "staged" the first, and alone here.
+    carrier = list(sent[0])[0 if schedule == "staged" else -1]
+    assert sent[1] | {carrier: 0} == sent[0] | {carrier: 0}
+    assert sent[2] == sent[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
 
 
-def test_no_sum_of_gradients_comes_back_whole(group: Groups):
+@both
+def test_no_sum_of_gradients_comes_back_whole(group: Groups, shard: str):
     """The program's all-reduce is that of loss and metrics."""
     params = {"w": np.ones((64, 8), np.float32)}
-    step = fddp.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard="optimizer")
+    step = fddp.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard=shard)
     compiled = step.lower(step.init(params), np.ones((4, 64), np.float32)).compile()
     found = [one.kind for one in find_collectives(parse(compiled.as_text() or ""))]
     assert sorted(found) == ["all-gather", "all-reduce", "all-to-all"]
 
 
-def test_what_no_replica_used_stays_with_its_moments(group: Groups):
+@both
+def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: str):
     def loss(p: Any, x: Any) -> Any:
         return jax.lax.cond(x[0, 0] > 0, lambda: jnp.sum(p["a"] ** 2), lambda: jnp.sum(p["b"] ** 2))
 
-    step = fddp.train_step(loss, optax.adamw(0.1), group=group(2), shard="optimizer", find_unused_parameters=True)
+    step = fddp.train_step(loss, optax.adamw(0.1), group=group(2), shard=shard, find_unused_parameters=True)
     state = step.init({"a": np.ones(3, np.float32), "b": np.ones(5, np.float32)})
     state, _ = step(state, np.ones((4, 1), np.float32))
     before = jax.tree.map(np.asarray, fddp.whole(state, group=group(2)))
@@ -141,13 +149,13 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups):
         assert np.all(old["b"] != new["b"])
 
 
-@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"no_sync": True}], ids=["micro-batches", "no_sync"])
-def test_batches_are_accumulated_before_they_are_scattered(group: Groups, x64: None, options: dict[str, Any]):
-    no_sync = options.pop("no_sync", False)
+@both
+@pytest.mark.parametrize("micro_batches", [1, 2], ids=["no_sync", "micro-batches"])
+def test_batches_are_accumulated_before_they_are_scattered(group: Groups, x64: None, micro_batches: int, shard: str):
     make = OPTIMIZERS["adamw, clipped"]
-    step = fddp.train_step(loss_fn, make(), group=group(3), shard="optimizer", **options)
+    step = fddp.train_step(loss_fn, make(), group=group(3), shard=shard, accumulation_steps=micro_batches)
     state = step.init(PARAMS)
-    if no_sync:
+    if micro_batches == 1:
         state, _ = step.no_sync(state, ROWS[:12])
         state, _ = step(state, ROWS[12:24])
         expected = ROWS[:24]
@@ -156,79 +164,126 @@ def test_batches_are_accumulated_before_they_are_scattered(group: Groups, x64: N
         expected = ROWS
     params = jax.tree.map(jnp.asarray, PARAMS)
     updates, _ = make().update(jax.grad(loss_fn)(params, expected), make().init(params), params)
-    close(state.params, optax.apply_updates(params, updates))
+    close(fddp.whole(state, group=group(3)).params, optax.apply_updates(params, updates))
 
 
-def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups):
-    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer", ignore=lambda name: name == "w")
+@both
+def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups, shard: str):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w")
     state = step.init(jax.tree.map(np.float32, PARAMS))
     assert state.opt_state[0].mu["w"] is None
     state, _ = step(state, ROWS.astype(np.float32))
     np.testing.assert_array_equal(state.params["w"], PARAMS["w"].astype(np.float32))
-    assert np.all(np.asarray(state.params["v"]) != PARAMS["v"].astype(np.float32))
+    assert np.all(np.asarray(fddp.whole(state, group=group(3)).params["v"]) != PARAMS["v"].astype(np.float32))
 
 
-def test_where_one_shard_overflows_all_replicas_skip_and_lower_the_scale(group: Groups):
+@both
+def test_where_one_shard_overflows_all_replicas_skip_and_lower_the_scale(group: Groups, shard: str):
     def loss(p: Any, x: Any) -> Any:
         return jnp.sum(p["w"] * x[0])
 
-    step = fddp.train_step(loss, fddp.dynamic_scale(optax.adam(0.1)), group=group(2), shard="optimizer")
+    step = fddp.train_step(loss, fddp.dynamic_scale(optax.adam(0.1)), group=group(2), shard=shard)
     state = step.init({"w": np.ones(4, np.float32)})
     scale = float(state.opt_state.scale)
     # The last element's gradient alone is not finite, and lies in the last replica's shard.
     state, _ = step(state, np.array([[1, 1, 1, np.inf]] * 2, np.float32))
     assert float(state.opt_state.scale) < scale
-    np.testing.assert_array_equal(state.params["w"], np.ones(4))
+    np.testing.assert_array_equal(fddp.whole(state, group=group(2)).params["w"], np.ones(4))
     state, _ = step(state, np.ones((2, 4), np.float32))
-    assert np.all(np.asarray(state.params["w"]) < 1)
+    assert np.all(np.asarray(fddp.whole(state, group=group(2)).params["w"]) < 1)
 
 
-def test_a_step_that_is_not_finite_changes_no_shard(group: Groups):
+@both
+def test_a_step_that_is_not_finite_changes_no_shard(group: Groups, shard: str, capfd: Any):
     step = fddp.train_step(
-        lambda p, x: jnp.sum(p["w"] * x[0]), optax.adam(0.1), group=group(2), shard="optimizer", skip_nonfinite=True
+        lambda p, x: jnp.sum(p["w"] * x[0]), optax.adam(0.1), group=group(2), shard=shard, skip_nonfinite=True
     )
     state, _ = step(step.init({"w": np.ones(4, np.float32)}), np.ones((2, 4), np.float32))
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    capfd.readouterr()
     state, info = step(state, np.array([[1, 1, 1, np.inf]] * 2, np.float32))
     assert bool(info.skipped)
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
+    for _ in range(2):
+        state, info = jax.block_until_ready(step(state, np.ones((2, 4), np.float32)))
+    assert "step 2 was skipped: its gradient of w was the first" in capfd.readouterr().err
 
 
-def test_an_evaluation_inside_jit_takes_a_state_whole(group: Groups):
-    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer")
+@both
+def test_an_evaluation_inside_jit_takes_a_state_whole(group: Groups, shard: str):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard)
     state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
     inside = jax.jit(lambda state: fddp.whole(state, group=group(3)))(state)
     outside = fddp.whole(state, group=group(3))
-    assert inside.opt_state[0].mu["w"].shape == (3, 7)
+    assert inside.opt_state[0].mu["w"].shape == inside.params["w"].shape == (3, 7)
     jax.tree.map(np.testing.assert_array_equal, inside, outside)
 
 
+@pytest.mark.parametrize(("first", "later"), [("optimizer", "state"), ("state", "optimizer")])
 def test_a_checkpoint_of_shards_is_whole_and_goes_on_on_other_numbers_of_replicas(
-    group: Groups, tmp_path: Path, x64: None
+    group: Groups, tmp_path: Path, x64: None, first: str, later: str
 ):
     def make(n: int, shard: str | None) -> tuple[fddp.TrainStep, fddp.TrainState]:
         step = fddp.train_step(loss_fn, optax.adamw(0.05), group=group(n), shard=shard)
         return step, step.init(PARAMS)
 
-    step, state = make(3, "optimizer")
+    step, state = make(3, first)
     state, _ = step(state, ROWS)
     with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
         checkpoints.save(state)
     expected = plain(optax.adamw(0.05), 1)
-    for n, shard in ((3, "optimizer"), (5, "optimizer"), (2, None)):
+    for n, shard in ((3, first), (5, later), (2, None)):
         step, like = make(n, shard)
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(like)
-        close((state.params, fddp.whole(state, group=group(n)).opt_state), expected)
+        whole = fddp.whole(state, group=group(n))
+        close((whole.params, whole.opt_state), expected)
         state, _ = step(state, 2 * ROWS)
-        close(state.params, plain(optax.adamw(0.05), 2)[0])
+        close(fddp.whole(state, group=group(n)).params, plain(optax.adamw(0.05), 2)[0])
 
 
-def test_forms_are_those_of_the_state(group: Groups):
-    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer")
+@both
+def test_forms_are_those_of_the_state(group: Groups, shard: str):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard)
     params = jax.tree.map(np.float32, PARAMS)
     form = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     assert form(step.shapes(params)) == form(step.init(params))
+
+
+def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_them(group: Groups):
+    """Tied embeddings are ready last and used first; what is cast at the beginning is used where it is multiplied."""
+
+    def loss(p: Any, x: Any) -> Any:
+        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+        h = narrow["embedding"][x]
+        skip = h
+        for name in ("b", "a"):  # the alphabet is not the order
+            h = jnp.tanh(h @ narrow[name])
+        h = jax.checkpoint(lambda h, w: jnp.tanh(h @ w))(h + skip, narrow["remat"])
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, narrow["scanned"])
+        return jnp.mean((h @ narrow["embedding"].T).astype(jnp.float32) ** 2)
+
+    square = np.full((4, 4), 0.1, np.float32)
+    params = dict.fromkeys(("a", "b", "remat"), square) | {"scanned": np.stack([square] * 3)}
+    params["embedding"] = np.linspace(-1, 1, 40, dtype=np.float32).reshape(10, 4)
+    ends = []
+    for shard in (None, "state"):
+        options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
+        step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), **options)
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, np.arange(8) % 10)
+        ends.append(fddp.whole(state, group=group(2)).params)
+    # What is kept in 16 bits, and what is not rounded inside a stage, depends on where a program is cut.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *ends)
+    listed = step.tasks(state, np.arange(8) % 10)
+    first = [task.name for task in listed.messages][:5]
+    names = {f"gather {k}": bucket.names[0] for k, bucket in enumerate(step.plan.buckets)}
+    assert [names[name] for name in first] == ["embedding", "b", "a", "remat", "scanned"]
+    # No stage waits for a message that it does not need.
+    stages = [task for task in listed.tasks if task.name.startswith("stage")][:5]
+    waits = [{name for name in task.reads if name.startswith("whole")} for task in stages]
+    assert [max(waits[k]) for k in range(5)] == [f"whole {k}" for k in range(5)]
 
 
 def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
@@ -253,11 +308,12 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
         fddp.value_and_grad(loss_fn, shard="optimizer")
 
 
-def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups):
+@both
+def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups, shard: str):
     params, x = jax.tree.map(np.float32, PARAMS), ROWS.astype(np.float32)
-    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer", donate=False)
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, donate=False)
     state, _ = step(step.init(params), x)
-    other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard="optimizer", donate=False)
+    other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False)
     for wrong, with_step in ((fddp.whole(state, group=group(3)), step), (other.init(params), step), (state, other)):
         with pytest.raises(ValueError, match=r"not in shards of \d replicas"):
             with_step(wrong, x)

@@ -370,7 +370,7 @@ def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
 
 
 @claim()
-def an_optimizers_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
+def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     def loss(p: Any, x: Any) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ p["w"]) - p["b"]) ** 2)
 
@@ -383,20 +383,20 @@ def an_optimizers_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     for _ in range(3):
         updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
         expected = optax.apply_updates(expected, updates)
-    for schedule in ("fused", "staged"):
-        options: Any = {"schedule": schedule, "shard": "optimizer", "bucket_cap_mb": 0}
+    for schedule, shard in (("fused", "optimizer"), ("staged", "optimizer"), ("staged", "state"), ("fused", "state")):
+        options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
         step = fddp.train_step(loss, optimizer, group=group, **options)
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, mine)
-        part = state.opt_state[1][0].mu["w"].parts.addressable_shards[0].data
-        assert part.shape == (-(-15 // group.size),)
+        held = state.opt_state[1][0].mu["w"] if shard == "optimizer" else state.params["w"]
+        assert held.parts.addressable_shards[0].data.shape == (-(-15 // group.size),)
         whole = fddp.whole(state, group=group)
         for got, wanted in zip(
             jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
         ):
             np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
-        assert same_on_all_ranks(group, (state.params, whole.opt_state))
+        assert same_on_all_ranks(group, (whole.params, whole.opt_state))
 
 
 @claim(quick=("gloo",))
