@@ -33,7 +33,9 @@ from fddp.losses import Shared as Shared
 from fddp.losses import Weighted as Weighted
 from fddp.losses import mixed_precision as mixed_precision
 from fddp.optim import DynamicScaleState as DynamicScaleState
+from fddp.optim import LocalState as LocalState
 from fddp.optim import dynamic_scale as dynamic_scale
+from fddp.optim import local_steps as local_steps
 from fddp.runtime import alive as alive
 from fddp.runtime import gpu_compiler as gpu_compiler
 from fddp.runtime import init as init

@@ -4,9 +4,14 @@ This room imports losses and jaxpr.
 """
 
 from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out
+from fddp.optim.local import LocalState as LocalState
+from fddp.optim.local import LocalSteps as LocalSteps
+from fddp.optim.local import Optimizer as Optimizer
+from fddp.optim.local import local_steps as local_steps
 from fddp.optim.loss_scale import DynamicScaleState as DynamicScaleState
 from fddp.optim.loss_scale import all_finite as all_finite
 from fddp.optim.loss_scale import dynamic_scale as dynamic_scale
+from fddp.optim.loss_scale import scale_of as scale_of
 from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided
 from fddp.optim.parts import kinds_of_state as kinds_of_state

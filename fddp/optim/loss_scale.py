@@ -109,14 +109,19 @@ def scaled(objective: Objective, opt_state: Any) -> Objective:
     Returns:
       The objective.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, DynamicScaleState))
-    scale = math.prod(x.scale for x in nodes if isinstance(x, DynamicScaleState))
+    scale = scale_of(opt_state)
 
     def objective_times_scale(*args: Any) -> tuple[Array, Value]:
         weighted, value = objective(*args)
         return scale * weighted, value._replace(weight=scale * value.weight, divisor=scale * value.divisor)
 
     return objective_times_scale
+
+
+def scale_of(opt_state: Any) -> Any:
+    """The product of all scales in an optimizer's state; 1 without."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, DynamicScaleState))
+    return math.prod(x.scale for x in nodes if isinstance(x, DynamicScaleState))
 
 
 def _check_params(params: Any) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from fddp.optim.layout import map_state, masked
+from fddp.optim.local import Optimizer
 
 # What optax's transformations call functions that compute the loss, or its gradients, at other parameters.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -77,7 +78,7 @@ def update(
     return kept, map_state(chosen, lambda new, old: new, _fast(params), new_state, opt_state)
 
 
-def check_needs(optimizer: optax.GradientTransformation, params: Any = None) -> None:
+def check_needs(optimizer: Optimizer, params: Any = None) -> None:
     """Refuses an optimizer that asks for what a step does not have; nothing is computed.
 
     Args:

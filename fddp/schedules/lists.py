@@ -56,7 +56,7 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     tasks.append(Compute(pieces.name, ("state", SHARDS, BYTES, *came), ("result", NEW), finish, "update"))
     return TaskList(
         tuple(tasks),
-        lambda *arguments: dict(zip(ARGUMENTS, arguments)),
+        lambda *arguments: dict(zip(ARGUMENTS, arguments)) | _nothing_sent(pieces),
         lambda values: (values["result"], values[NEW]),
     )
 
@@ -102,7 +102,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     treedef = jax.tree.structure((result, new))
     return TaskList(
         tuple(tasks),
-        lambda *arguments: dict(zip(of(ARGUMENTS), jax.tree.leaves(arguments))),
+        lambda *arguments: dict(zip(of(ARGUMENTS), jax.tree.leaves(arguments))) | _nothing_sent(pieces),
         lambda values: treedef.unflatten([values[name] for name in results]),
     )
 
@@ -112,7 +112,7 @@ def _as_made(
 ) -> list[Compute]:
     """A round, cut where a message is made and where one of `count` comes back that it needs, from `before` on."""
     messages = sum(name.startswith("message ") for name in made)
-    groups = [[k] for k in range(messages)]
+    groups = [[k] for k in range(messages)] or [[]]
     groups[-1] += range(messages, len(made))
     title = "stage" if one.kind == "compute" else one.name
     return _stages(title, one.kind, closed, given, made, groups, {before + k: k for k in range(count)})
@@ -126,11 +126,17 @@ def _in_turn(
     What a message is for is done when it is back; how much was sent is known when all of them are. What speaks with the
     other replicas itself, for a norm say, waits for all and is waited for: beside a message it would mix with that.
     """
-    back = {before + k: k for k in range(count)} | {at: count - 1 for at, name in enumerate(given) if name == BYTES}
+    back, count = {before + k: k for k in range(count)}, max(1, count)
+    back |= {at: count - 1 for at, name in enumerate(given) if name == BYTES}
     alone = bool(collectives(closed))
     when = [count - 1 if alone else _used(k, count) for k in arrivals(closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
     return _stages(one.name, "update", closed, given, made, groups)
+
+
+def _nothing_sent(pieces: Pieces) -> dict[str, Any]:
+    """The bytes of no message at all, which no task writes."""
+    return {} if pieces.reductions else {BYTES: np.zeros(0, np.uint32)}
 
 
 def _sent(messages: Messages, kept: Any) -> Sequence[Any]:

@@ -19,7 +19,7 @@ from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
 from fddp.losses import accumulate as in_micro_batches
-from fddp.optim import scaled
+from fddp.optim import LocalSteps, scaled
 from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
@@ -41,6 +41,8 @@ class Replica:
     """How to bucket, accumulate and send."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
+    local_steps: LocalSteps | None = None
+    """How replicas train alone between synchronizations; None: they never do."""
 
     def __post_init__(self) -> None:
         axes = self.group.placement.other_axes
@@ -48,6 +50,12 @@ class Replica:
             raise ValueError(
                 f"shard={self.options.shard!r} cuts leaves over replicas of one device each, and a replica of this "
                 f"group is several devices, along {', '.join(map(repr, axes))}: leave shard out."
+            )
+        if self.local_steps and (axes or self.options.shard or self.options.skip_all_reduce_unused_params):
+            raise ValueError(
+                "fddp.local_steps needs replicas of one device each, with a whole state of their own: leave shard and "
+                f"skip_all_reduce_unused_params out; got {self.options}"
+                + (f" along {', '.join(axes)}." if axes else ".")
             )
         if self.options.hook is not None and axes:
             raise ValueError(
@@ -65,6 +73,11 @@ class Replica:
         # Each replica's own gradients are seen here for the last time.
         broken = _broken(pending.sums.grads) if self.options.skip_nonfinite else None
         return pack(grads, tail), add_replica_dim((kept, broken))
+
+    @property
+    def apart(self) -> bool:
+        """Whether each replica holds something of the state for itself."""
+        return bool(self.options.shard or self.local_steps)
 
     @property
     def buffers(self) -> Buffers:

@@ -88,7 +88,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(result[1])
-    if settled.replica.options.shard:
+    if settled.replica.apart:
         result = join(result, shards)
     return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
@@ -96,13 +96,13 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
 def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
-    replicated, pending, *_ = given
+    replicated, pending, shards, _ = given
     journal = settled.replica.group.journal
     journal.say("no_sync")
     # No gradient is sent; parameters that rest in shards have to come together all the same.
     params = whole(state.params, group=settled.replica.group)
     replicated = replicated._replace(params=placement.place(params, REPLICATED))
-    accumulated, means = settled.accumulate(replicated, pending, placement.feed(batch))
+    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     journal.adds(settled.replica.group.processes)
@@ -130,13 +130,13 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
-    if alone and not settled.replica.options.shard and placement.holds(leaves):
+    if alone and not settled.replica.apart and placement.holds(leaves):
         return state, None, (), ()
     refuse_deleted(leaves)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated, shards = state._replace(accumulated=None, hook_state=()), []
-    if settled.replica.options.shard:
+    if settled.replica.apart:
         replicated, shards = take_apart(replicated)
     own = placement.place((state.accumulated, shards, memory), placement.per_replica)
     return placement.place(replicated, REPLICATED), *own

@@ -17,8 +17,10 @@ from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_ap
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order
+from fddp.optim import LocalState
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
+from fddp.step.local import Local, form_of_one, local_runner, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.sharded import sharded_pieces
@@ -71,6 +73,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
       TypeError: the loss returns something else than promised.
     """
     held, state = state, whole_forms(state)
+    state = form_of_one(state) if replica.local_steps and isinstance(state.opt_state, LocalState) else state
     group, options, chosen = replica.group, replica.options, replica.chosen(state.params)
     found: list[tuple[Any, ...]] = []
 
@@ -105,7 +108,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     reached = {i for i, path in zip(chosen, paths) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
     # Where each replica updates a part, all that is trained comes back from the others.
-    all_travel = options.skip_all_reduce_unused_params or options.shard
+    all_travel = options.skip_all_reduce_unused_params or replica.apart
     later = [i for i in order if i not in reached] if all_travel else []
     order = [*(i for i in order if i in reached), *later]
     where = specs(group.placement, state._replace(accumulated=None, hook_state=()))
@@ -120,17 +123,25 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         pieces = sharded_pieces(replica, plan, sorted(range(len(first)), key=first.__getitem__), used)
     else:
         pieces = _whole_pieces(replica, plan, where, state, used)
-    own, donated = group.placement.per_replica, (1,) if options.donate else ()
-    in_specs, out_specs = (REPLICATED, own, own), (own, REPLICATED)
+    if replica.local_steps:
+        scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
+        local = Local(replica.local_steps, replica, plan, used, scalars)
+        schedule = partial(local_runner, schedule, local)
+    own, donated = group.placement.per_replica, (2,) if options.donate else ()
+    in_specs, out_specs = (REPLICATED, own, own, own), (own, REPLICATED)
     return Settled(
         replica=replica,
         plan=plan,
         specs=where,
         runner=schedule(group, pieces, options.donate),
-        accumulate=group.placement.program(replica.accumulate, in_specs, out_specs, donate=donated),
+        accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
     )
+
+
+def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
+    return replica.accumulate(own_view(state, shards) if replica.local_steps else state, pending, rows)
 
 
 def _whole_pieces(
@@ -170,7 +181,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
       ValueError: the parameters or the batch do not fit.
     """
     form = _form(batch)
-    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if settled.replica.options.shard else [])
+    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if settled.replica.apart else [])
     fits = tree, [len(x) for x in own], form
     if settled.fits == fits:
         return settled

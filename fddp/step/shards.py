@@ -4,6 +4,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020).
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from fddp.buckets import Shard, is_shard, own_part, part_size, whole_forms
+from fddp.comm import Group
 from fddp.jaxpr import Follows, Kind
-from fddp.optim import divided, kinds_of_state
+from fddp.optim import LocalState, LocalSteps, Optimizer, divided, kinds_of_state
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 
@@ -29,6 +31,8 @@ def in_shards(replica: Replica, trained: Any, opt_state: Any) -> tuple[Any, Any]
       The parameters, None for those that stay as they are; the optimizer's state.
     """
     group = replica.group
+    if replica.local_steps:
+        return jax.tree.map(lambda x: None, trained), _stacked(group, opt_state, lambda x: x.reshape(-1))
     return _held(replica, trained, opt_state, lambda x: own_part(x, group.size, group.communicator.replica_index()))
 
 
@@ -40,10 +44,14 @@ def forms_in_shards(replica: Replica, trained: Any, opt_state: Any) -> tuple[Any
         size = part_size(x.size, group.size) * group.placement.replicas_in_array
         return jax.ShapeDtypeStruct((size,), jnp.result_type(x))
 
+    if replica.local_steps:
+        held = group.placement.replicas_in_array
+        forms = _stacked(group, opt_state, lambda x: jax.ShapeDtypeStruct((x.size * held,), x.dtype))
+        return jax.tree.map(lambda x: None, trained), forms
     return _held(replica, trained, opt_state, part)
 
 
-def check_shards(replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> None:
+def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
     """Says what of an optimizer's state cannot be held in parts.
 
     Args:
@@ -54,8 +62,13 @@ def check_shards(replica: Replica, optimizer: optax.GradientTransformation, para
     Raises:
       ValueError: its update needs whole leaves.
     """
+    if replica.local_steps and jax.tree.leaves(replica.memory_form(params)):
+        raise ValueError(
+            f"{replica.options.hook} remembers things from step to step, and with fddp.local_steps not every step "
+            "sends: take a hook without a memory."
+        )
     asked = f"shard={replica.options.shard!r}"
-    if not replica.options.shard:
+    if not replica.options.shard or isinstance(optimizer, LocalSteps):
         return
     if isinstance(params, optax.LookaheadParams):
         raise ValueError(f"{asked} does not know optax.lookahead, which has two sets of parameters.")
@@ -85,8 +98,22 @@ def check_state(replica: Replica, state: TrainState) -> None:
     Raises:
       ValueError: it is whole and ought to be in shards, or the other way round, or in shards of other replicas.
     """
+    if bool(replica.local_steps) != isinstance(state.opt_state, LocalState):
+        raise ValueError(
+            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
+            f"{'with' if replica.local_steps else 'without'} fddp.local_steps: begin with step.init(state.params)."
+        )
     asked, held = replica.options.shard, (state.params, state.opt_state)
     got = [(is_shard(x), jnp.shape(x.parts if is_shard(x) else x)) for x in jax.tree.leaves(held, is_leaf=is_shard)]
+    if replica.local_steps:
+        own = replica.group.placement.replicas_in_array
+        whole = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_shard) if is_shard(x)]
+        if any(x.shape[0] != replica.group.size or x.parts.shape != (prod(x.shape[1:]) * own,) for x in whole):
+            raise ValueError(
+                f"the state is of {whole[0].shape[0]} replicas that train alone, and this group has "
+                f"{replica.group.size}: begin with step.init(state.params)."
+            )
+        return
     if not asked:
         if any(shard for shard, _ in got):
             raise ValueError(
@@ -103,6 +130,12 @@ def check_state(replica: Replica, state: TrainState) -> None:
             "on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for looking "
             "at it."
         )
+
+
+def _stacked(group: Group, opt_state: LocalState, own: Callable[[Any], Any]) -> LocalState:
+    """What each replica has for itself, as shards of all of it along a first dim."""
+    apart = opt_state._replace(outer=None)
+    return jax.tree.map(lambda x: Shard(own(x), (group.size, *x.shape)), apart)._replace(outer=opt_state.outer)
 
 
 def _held(replica: Replica, trained: Any, opt_state: Any, part: Callable[[Any], Any]) -> tuple[Any, Any]:

@@ -5,17 +5,17 @@ Source: `_sync_module_states` in PyTorch's `distributed.py`.
 
 import platform
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
 from fddp.jaxpr import merge, split
-from fddp.optim import check_needs, optimizer_laid_out
+from fddp.optim import Optimizer, check_needs, optimizer_laid_out
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.replica import Replica, with_trained
 from fddp.step.shards import check_shards, forms_in_shards, in_shards
@@ -39,13 +39,14 @@ def equal_start(group: Group, tree: Any) -> Any:
     return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
 
 
-def first_held(replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+def first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any]:
     """What a step holds at first, on the group's devices.
 
     Args:
       replica: what one replica does.
       optimizer: of the step.
       params: whole, equal on all replicas.
+      model_state: likewise.
 
     Returns:
       The parameters and the optimizer's state.
@@ -53,22 +54,28 @@ def first_held(replica: Replica, optimizer: optax.GradientTransformation, params
     placement, trained = replica.group.placement, replica.trained(params)
     where = specs(placement, trained)
 
-    def make(trained: Any) -> Any:
+    def make(trained: Any, model_state: Any) -> Any:
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+        opt_state = jax.tree.map(jnp.copy, _started(replica, optimizer, trained, model_state))
         shared, opt_state = in_shards(replica, trained, opt_state)
         return take_apart((shared, optimizer_laid_out(placement.other_axes, opt_state, trained, where)))
 
-    made = placement.program(make, (REPLICATED,), (REPLICATED, placement.per_replica))(trained)
+    made = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))(trained, model_state)
     shared, opt_state = join(*made)
     return with_trained(params, shared), opt_state
 
 
-def form_held(replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> tuple[Any, Any]:
+def form_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any]:
     """The form of what `first_held` makes."""
     trained = replica.trained(params)
-    shared, opt_state = forms_in_shards(replica, trained, jax.eval_shape(optimizer.init, trained))
+    opt_state = jax.eval_shape(partial(_started, replica, optimizer), trained, model_state)
+    shared, opt_state = forms_in_shards(replica, trained, opt_state)
     return with_trained(params, shared), opt_state
+
+
+def _started(replica: Replica, optimizer: Optimizer, trained: Any, model_state: Any) -> Any:
+    opt_state: Any = optimizer.init(trained)
+    return opt_state._replace(buffers=model_state) if replica.local_steps else opt_state
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:
@@ -87,9 +94,7 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
     return program(group.placement.place(tree, REPLICATED))
 
 
-def described_start(
-    replica: Replica, optimizer: optax.GradientTransformation, params: Any, model_state: Any, rng: Any
-) -> Iterable[str]:
+def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
     """What must be equal on all ranks before anything is sent, line by line; raises what is wrong with it."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
@@ -99,6 +104,7 @@ def described_start(
     return [
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
+        repr(replica.local_steps),
         f"plan {replica.provisional_plan(params).digest}",
         f"{len(jax.tree.leaves(params))} parameters",
         *described("parameter", params),

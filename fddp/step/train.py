@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import fddp
 from fddp.buckets import BucketPlan, whole_forms
 from fddp.comm import REPLICATED, Group, verify
 from fddp.losses import check_callable, make_objective
-from fddp.optim import check_needs
+from fddp.optim import LocalSteps, Optimizer, check_needs
 from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
 from fddp.step.digests import comparing
@@ -37,7 +36,7 @@ LATELY = 100  # steps whose times are kept for `stats`
 class TrainStep:
     """A training step over replicas; made by `train_step`."""
 
-    def __init__(self, replica: Replica, optimizer: optax.GradientTransformation, use: Use) -> None:
+    def __init__(self, replica: Replica, optimizer: Optimizer, use: Use) -> None:
         self._replica, self._optimizer, self._use = replica, optimizer, use
         self._guess: BucketPlan | None = None
         self._check = comparing(replica.group, replica.options.check_replicas_every)
@@ -67,7 +66,7 @@ class TrainStep:
             lambda: described_start(replica, self._optimizer, params, model_state, rng),
         )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
-        held, opt_state = first_held(replica, self._optimizer, params)
+        held, opt_state = first_held(replica, self._optimizer, params, model_state)
         hook_state = group.placement.program(replica.remembered, (REPLICATED,), group.placement.per_replica)(params)
         self._expect(replica.provisional_plan(params))
         number = group.placement.place(np.zeros((), np.int32), REPLICATED)
@@ -118,7 +117,7 @@ class TrainStep:
             return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
         state = jax.eval_shape(first, params, model_state, rng)
-        held, opt_state = form_held(self._replica, self._optimizer, state.params)
+        held, opt_state = form_held(self._replica, self._optimizer, state.params, state.model_state)
         return state._replace(params=held, opt_state=opt_state, hook_state=self._replica.memory_form(params))
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -246,7 +245,7 @@ class TrainStep:
 @explained
 def train_step(
     loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     *,
     group: Group | None = None,
     has_aux: bool = False,
@@ -258,8 +257,9 @@ def train_step(
       loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it is called with
         `model_state=` too and returns (loss, (model_state, aux)); with a random key it is called with `rng=`, a key of
         this step, micro-batch and replica.
-      optimizer: any optax transformation; those with extra arguments get `value`, the mean loss, and `grad`. With
-        `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses `params.fast`.
+      optimizer: any optax transformation, or `fddp.local_steps` of one; those with extra arguments get `value`, the
+        mean loss, and `grad`. With `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses
+        `params.fast`.
       group: the replicas; None: those of `fddp.init()`.
       has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas.
       **options: fields of `fddp.Options`, named as DDP names them, and their defaults:
@@ -282,5 +282,7 @@ def train_step(
     check_optimizer("train_step", optimizer)
     check_needs(optimizer)
     settings = read_options("train_step", options)
-    replica = Replica(make_objective(loss_fn, has_aux=has_aux), group_of("train_step", group), settings)
-    return TrainStep(replica, optimizer, partial(updated, optimizer))
+    local, inner = (optimizer, optimizer.inner) if isinstance(optimizer, LocalSteps) else (None, optimizer)
+    objective = make_objective(loss_fn, has_aux=has_aux)
+    replica = Replica(objective, group_of("train_step", group), settings, local_steps=local)
+    return TrainStep(replica, optimizer, partial(updated, inner))

@@ -1,0 +1,162 @@
+"""Replicas that train alone for some steps, and then make a step of an outer optimizer with what has become of them.
+
+The mean change of the replicas' parameters is a gradient for the outer optimizer. One formula has many names: local SGD
+(the outer one is `sgd(1.0)`: the mean of the parameters), SlowMo (with momentum), DiLoCo (`sgd(0.7, momentum=0.9,
+nesterov=True)`), Lookahead (one replica).
+
+Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use
+Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+
+class LocalState(NamedTuple):
+    """What `local_steps` carries on; a step's `state.params` are those of the last synchronization."""
+
+    params: Any
+    """Each replica's own parameters: shards, which `fddp.whole` puts together along a first dim."""
+    inner: Any
+    """Each replica's own state of the inner optimizer, likewise."""
+    buffers: Any
+    """Each replica's own model state, likewise."""
+    weight: Float[Array, " fragments"]
+    """How much each replica has trained on since the last synchronization of each fragment, likewise."""
+    outer: Any
+    """State of the outer optimizer, equal on all replicas."""
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """An optimizer of replicas that train alone for some steps; made by `local_steps`."""
+
+    inner: optax.GradientTransformation = field(repr=False)
+    outer: optax.GradientTransformation = field(repr=False)
+    every: int | Callable[[int], int]
+    start: int
+    fragments: int
+    delay: int
+    mix: float
+
+    def init(self, params: Any) -> LocalState:
+        """What both optimizers begin with."""
+        own = jax.tree.map(jnp.copy, params)
+        weight = jnp.zeros(self.fragments)
+        return LocalState(own, self.inner.init(params), None, weight, self.outer.init(params))
+
+    def update(self, updates: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
+        """One of the inner optimizer's steps."""
+        updates, inner = optax.with_extra_args_support(self.inner).update(updates, state.inner, params, **extra)
+        return updates, state._replace(inner=inner)
+
+    def sends(self, number: int) -> int | None:
+        """Which fragment a step synchronizes.
+
+        Args:
+          number: of the step, from 1.
+
+        Returns:
+          Its number, or None.
+        """
+        alone = number - self.start - self.delay  # steps that replicas have trained alone when a fragment leaves
+        if alone <= 0:
+            return None
+        if callable(self.every):
+            return 0 if self._meets(alone) else None
+        due = [f for f in range(self.fragments) if alone % self.every == f * self.every // self.fragments]
+        return due[0] if due else None
+
+    def _meets(self, alone: int) -> bool:
+        """Whether so many steps end with a synchronization, where a schedule says how many come between two."""
+        at = 0
+        while at < alone:
+            between = self.every(self.start + at)  # pyright: ignore[reportCallIssue]
+            at += check_whole("every(step)", between, 1)
+        return at == alone
+
+
+Optimizer: TypeAlias = optax.GradientTransformation | LocalSteps
+"""What a step takes."""
+
+
+def local_steps(
+    optimizer: optax.GradientTransformation,
+    *,
+    outer: optax.GradientTransformation | None = None,
+    every: int | Callable[[int], int] = 1,
+    start: int = 0,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+) -> LocalSteps:
+    """Makes an optimizer whose replicas train alone, and synchronize their parameters only now and then.
+
+    Between two synchronizations a step sends nothing, and its loss and metrics are those of this process's own rows.
+    `state.params` are the parameters of the last synchronization, equal on all replicas: evaluate them.
+
+    Args:
+      optimizer: the inner one, of each replica: any optax transformation.
+      outer: any optax transformation; its gradient is the mean of what the replicas have taken off the parameters,
+        each replica weighing as much as it trained on. None: `optax.sgd(1.0)`, the mean of their parameters.
+      every: steps between two synchronizations; or a function of the number of steps so far, which says how many come.
+      start: steps at the beginning that synchronize gradients, as without `local_steps`.
+      fragments: parts of the parameters that are synchronized in turn, spread over the `every` steps: groups of the
+        plan's buckets. A count in the outer optimizer counts each of them.
+      delay: 1: a fragment leaves with the next step, travels beside its forward and backward pass and is used at its
+        end; 0: a step waits for what it has made.
+      mix: how much of its own parameters a replica keeps when new ones come, 0 (none) to 1.
+
+    Returns:
+      The optimizer, for `train_step`; its state is a `LocalState`.
+
+    Raises:
+      ValueError: a number out of its range.
+      TypeError: an optimizer that is none of optax's, or a number that is none.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> optimizer = fddp.local_steps(optax.sgd(0.25), every=2)
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optimizer)
+      >>> state = step.init(jnp.zeros(()))
+      >>> for _ in range(2):
+      ...     state, info = step(state, jnp.full(8, 2.0))
+      ...     print(float(state.params), float(info.loss))
+      0.0 4.0
+      1.5 1.0
+    """
+    outer = optax.sgd(1.0) if outer is None else outer
+    for name, value in (("optimizer", optimizer), ("outer", outer)):
+        if not hasattr(value, "init") or not hasattr(value, "update"):
+            raise TypeError(f"local_steps: {name} must be one of optax's optimizers, got {type(value).__name__}.")
+        if isinstance(value, LocalSteps):
+            raise TypeError(f"local_steps: {name} is one of local_steps itself; give the optimizer inside of it.")
+    if not callable(every):
+        check_whole("every", every, 1)
+    check_whole("start", start, 0)
+    check_whole("fragments", fragments, 1)
+    if delay not in (0, 1) or isinstance(delay, bool):
+        raise ValueError(
+            f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where a fragment takes "
+            "longer than a step, give more fragments."
+        )
+    if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix <= 1:
+        raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
+    if fragments > 1 and (callable(every) or fragments > every):
+        raise ValueError(
+            f"local_steps sends one fragment a step at most, so fragments must be no more than every, a number; got "
+            f"{fragments=}, {every=}."
+        )
+    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix)
+
+
+def check_whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}.")
+    return value

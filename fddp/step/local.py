@@ -1,0 +1,277 @@
+"""A step of replicas that train alone, and synchronize a fragment of their parameters now and then.
+
+Which of three steps it is its number says: one that averages gradients, as any other; one of each replica alone, which
+sends nothing; or one of these that also sends what the replica has taken off a fragment's parameters since they were
+equal, for an outer optimizer.
+
+Source: Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025); what `fddp.local_steps` names besides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from fddp.buckets import (
+    BucketPlan,
+    Messages,
+    Shard,
+    add_tail,
+    join,
+    pack,
+    place_scalars,
+    take_apart,
+    take_tail,
+    unpack,
+)
+from fddp.comm import Group, add_replica_dim, drop_replica_dim
+from fddp.hooks import Reduction, reductions
+from fddp.losses import Joined
+from fddp.optim import LocalSteps, scale_of, update
+from fddp.schedules import Pieces, Round, Runner, Schedule
+from fddp.step.buffers import average
+from fddp.step.replica import Replica, with_trained
+from fddp.step.state import Mean, StepInfo, TrainState
+
+TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
+GIVEN = ("state", "pending", "shards", "rows")
+# A state as one replica sees it, what the step tells, and how much it has trained on.
+Trained = tuple[TrainState, Any, Array]
+
+
+def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pieces, donate: bool) -> Runner:
+    """What a schedule makes of such a step: of each kind, when it is first due.
+
+    Args:
+      schedule: of the step.
+      local: the step.
+      group: the replicas.
+      together: the pieces of a step that averages gradients.
+      donate: whether programs may reuse the state's memory.
+
+    Returns:
+      The runner, which counts steps as `state.step` does.
+    """
+    last: list[Any] = [None, 0, None]  # the step's number as it was returned last, that number, and who ran it
+
+    @cache
+    def of_kind(kind: int | None) -> Runner:
+        others = {TOGETHER: lambda: local.together(together), None: local.alone}
+        return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
+
+    def due(state: TrainState) -> tuple[Runner, int]:
+        if isinstance(state.step, jax.ShapeDtypeStruct):
+            return of_kind(0), 0
+        # The number itself is not asked for, where it is known: it may still be computed.
+        number = last[1] + 1 if state.step is last[0] else int(jax.device_get(state.step)) + 1
+        steps = local.steps
+        return of_kind(TOGETHER if number <= steps.start else steps.sends(number)), number
+
+    def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
+        runner, number = due(state)
+        result, shards, _ = runner.run(state, pending, shards, (), rows)
+        last[:] = result[0].step, number, runner
+        return result, shards, memory
+
+    def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
+        runner, _ = due(state)
+        return runner.lower(state, pending, shards, (), rows)  # type: ignore
+
+    first = of_kind(0)
+    return Runner(
+        run,
+        None if first.lower is None else lower,
+        None if first.timeline is None else lambda: last[2].timeline(),
+        lambda state, *rest: due(state)[0].tasks(state, *rest),
+    )
+
+
+def own_view(state: TrainState, shards: Any) -> TrainState:
+    """A state as one replica sees it that trains alone: its own parameters, inner state and buffers."""
+    own = _own(join(state.opt_state, shards))
+    return state._replace(params=with_trained(state.params, own.params), opt_state=own.inner, model_state=own.buffers)
+
+
+def form_of_one(state: TrainState) -> TrainState:
+    """The form of what `own_view` gives, of the form of a whole state."""
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.opt_state._replace(outer=None))
+    return state._replace(opt_state=forms.inner)
+
+
+@dataclass(frozen=True)
+class Local:
+    """Such a step, from one replica's point of view."""
+
+    steps: LocalSteps
+    replica: Replica
+    plan: BucketPlan
+    update: Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
+    """The inner optimizer's."""
+    scalars: Any
+    """A dtype that holds weights and buffers."""
+
+    def __post_init__(self) -> None:
+        for fragment in range(self.steps.fragments):
+            self._fragment(fragment)
+
+    def together(self, pieces: Pieces) -> Pieces:
+        """A step that averages gradients, as it is without `local_steps`; its replicas stay equal."""
+        (one,) = pieces.rounds
+
+        def backward(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+            return one.run(own_view(state, shards), pending, rows)
+
+        def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+            (new, info), _ = pieces.finish(own_view(state, shards), (), messages, kept, sent)
+            before = join(state.opt_state, shards)
+            return self._held(
+                state._replace(params=new.params, model_state=new.model_state),
+                before.outer,
+                (new, info, _own(before).weight),
+            )
+
+        return Pieces((one._replace(reads=GIVEN, run=backward),), finish)
+
+    def alone(self) -> Pieces:
+        """A step of each replica for itself."""
+
+        def backward(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+            return Messages((), ((), None)), self._contributed(own_view(state, shards), pending, rows)
+
+        def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+            return self._held(state, state.opt_state.outer, self._trained(state, shards, kept))
+
+        return Pieces((Round("backward", GIVEN, backward, (), "compute"),), finish)
+
+    def sends(self, fragment: int) -> Pieces:
+        """A step that synchronizes a fragment: as it was before the step if there is a delay, else as it is then."""
+        numbers, plan, sums = self._fragment(fragment)
+
+        def backward(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+            view = own_view(state, shards)
+            kept = self._contributed(view, pending, rows)
+            if self.steps.delay:
+                weight = _own(join(state.opt_state, shards)).weight
+                return self._changed(plan, fragment, state, (view, None, weight), rows), kept
+            trained = self._trained(state, shards, kept)
+            return self._changed(plan, fragment, state, trained, rows), add_replica_dim(trained)
+
+        def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+            new, info, weight = self._trained(state, shards, kept) if self.steps.delay else drop_replica_dim(kept)
+            state, outer, own = self._landed(plan, fragment, state, new, messages)
+            carried = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
+            of_each = jnp.zeros(len(self.plan.messages), jnp.uint32).at[np.array(numbers)].add(carried[: len(numbers)])
+            info = info._replace(sent=of_each.at[-1].add(jnp.sum(carried[len(numbers) :], dtype=jnp.uint32)))
+            return self._held(state, outer, (own, info, weight.at[fragment].set(0)))
+
+        return Pieces((Round("backward", GIVEN, backward, sums, "compute"),), finish)
+
+    def _contributed(self, view: TrainState, pending: Any, rows: Any) -> Any:
+        """Gradients and what goes with them; whether this replica still has data, where that may end."""
+        sums: Any
+        sums, kept = self._solo.local(lambda grads, tail: (grads, tail), view, pending, rows)  # type: ignore
+        active = sums[1][1].weight > 0 if isinstance(rows, Joined) else None
+        return add_replica_dim((sums, active)), kept
+
+    def _trained(self, state: TrainState, shards: Any, kept: Any) -> Trained:
+        """A step of the inner optimizer."""
+        view, weight = own_view(state, shards), _own(join(state.opt_state, shards)).weight
+        (sums, active), kept = drop_replica_dim(kept[0]), kept[1]
+        nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
+        mean = self._solo.mean(self.plan, self._unpacked, view, sums, kept, nothing)  # type: ignore
+        new, info = self.update(view, mean)
+        if active is not None:
+            held = (new.params, new.opt_state, new.model_state), (view.params, view.opt_state, view.model_state)
+            params, opt_state, model_state = jax.tree.map(partial(jnp.where, active), *held)
+            new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
+        return new, info, weight + (sums[1][1].weight / scale_of(view.opt_state)).astype(weight.dtype)
+
+    def _unpacked(self, sums: Any) -> tuple[list[Any], Any]:
+        grads, tail = sums
+        return self.plan.treedef.flatten_up_to(grads), tail
+
+    def _changed(self, plan: BucketPlan, fragment: int, state: TrainState, trained: Trained, rows: Any) -> Messages:
+        """What a replica has taken off a fragment's parameters, weighed by what it trained on; and its buffers."""
+        view, _, weights = trained
+        weight, travels = weights[fragment], {i for bucket in plan.buckets for i in bucket.leaves}
+        pairs = enumerate(zip(jax.tree.leaves(state.params), jax.tree.leaves(view.params)))
+        changes = [weight.astype(a.dtype) * (a - b) if i in travels else None for i, (a, b) in pairs]
+        buffers, _ = average().send(self.replica.group.communicator, self._buffers(fragment, view.model_state), rows)
+        return add_tail(plan, pack(plan, plan.treedef.unflatten(changes)), (weight, buffers))
+
+    def _landed(
+        self, plan: BucketPlan, fragment: int, state: TrainState, own: TrainState, messages: Messages
+    ) -> tuple[TrainState, Any, TrainState]:
+        """A step of the outer optimizer: the parameters of all replicas, its state, and what this one goes on with."""
+        buckets, (weight, buffers) = take_tail(plan, messages)
+        came = plan.treedef.flatten_up_to(unpack(plan, buckets))
+        weight = jnp.where(weight == 0, 1, weight)
+        leaves, chosen = jax.tree.leaves(state.params), set(self.replica.chosen(state.params))
+        grads = [jnp.zeros_like(x) if new is None else new / weight.astype(x.dtype) for new, x in zip(came, leaves)]
+        here = [int(new is not None) for new in came]
+        of_trained = [
+            plan.treedef.unflatten([x if i in chosen else None for i, x in enumerate(some)]) for some in (grads, here)
+        ]
+        trained = self.replica.trained(state.params)
+        params, outer = update(self.steps.outer, of_trained[0], state.opt_state.outer, trained, of_trained[1])
+        params, mix = with_trained(state.params, params), self.steps.mix
+        pairs = zip(jax.tree.leaves(own.params), jax.tree.leaves(params), here)
+        mixed = plan.treedef.unflatten([new + mix * (old - new) if n else old for old, new, n in pairs])
+        before = self._buffers(fragment, own.model_state)
+        landed = average().land(self.replica.group.communicator, before, buffers, None)
+        state = state._replace(params=params)
+        if landed is not None:
+            state, own = state._replace(model_state=landed), own._replace(model_state=landed)
+        return state, outer, own._replace(params=mixed)
+
+    def _held(self, state: TrainState, outer: Any, trained: Trained) -> tuple[Any, Any]:
+        """The step's result, with what is each replica's own apart."""
+        own, info, weight = trained
+        trained_only, size = self.replica.trained(own.params), self.replica.group.size
+        held = state.opt_state._replace(
+            params=trained_only, inner=own.opt_state, buffers=own.model_state, weight=weight, outer=None
+        )
+        held = jax.tree.map(lambda x: Shard(x.reshape(-1), (size, *x.shape)), held)._replace(outer=outer)
+        return take_apart((state._replace(step=own.step, opt_state=held), info))
+
+    def _fragment(self, fragment: int) -> tuple[list[int], BucketPlan, tuple[Reduction, ...]]:
+        """Numbers of a fragment's buckets, a plan of them alone, and how they are summed."""
+        ends = list(accumulate(bucket.nbytes for bucket in self.plan.buckets))
+        middles = [end - bucket.nbytes / 2 for end, bucket in zip(ends, self.plan.buckets)]
+        numbers = [k for k, at in enumerate(middles) if int(at * self.steps.fragments / ends[-1]) == fragment]
+        if not numbers:
+            raise ValueError(
+                f"local_steps cannot make {self.steps.fragments} fragments of {len(self.plan.buckets)} buckets: give "
+                "fewer fragments, or a smaller bucket_cap_mb."
+            )
+        hook = self.replica.options.hook
+        plan = replace(self.plan, buckets=tuple(self.plan.buckets[k] for k in numbers))
+        plan = place_scalars(plan, self.scalars, exact=hook is None)
+        names = [f"bucket {k}" for k in numbers]
+        sums = [
+            one if message.bucket is None else one._replace(name=names[message.bucket])
+            for message, one in zip(plan.messages, reductions(plan, hook, None))
+        ]
+        return numbers, plan, tuple(sums)
+
+    def _buffers(self, fragment: int, model_state: Any) -> Any:
+        """Buffers go with the first fragment."""
+        return model_state if fragment == 0 else None
+
+    @property
+    def _solo(self) -> Replica:
+        """This replica, whose buffers are its own."""
+        return replace(self.replica, options=replace(self.replica.options, broadcast_buffers=False))
+
+
+def _own(held: Any) -> Any:
+    """A replica's own arrays in place of shards, the rest as it is."""
+    apart = held._replace(outer=None)
+    shaped = jax.tree.map(lambda x: x.parts.reshape(x.shape[1:]), apart, is_leaf=lambda x: isinstance(x, Shard))
+    return shaped._replace(outer=held.outer)
