@@ -58,16 +58,18 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
     Returns:
       The runner, which counts steps as `state.step` does.
     """
-    last: list[Any] = [None, 0, None]  # the step's number as it was returned last, that number, and who ran it
 
     @cache
     def of_kind(kind: int | None) -> Runner:
         others = {TOGETHER: lambda: local.together(together), None: local.alone}
         return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
 
+    first = of_kind(0)
+    last: list[Any] = [None, 0, first]  # the step's number as it was returned last, that number, and who ran it
+
     def due(state: TrainState) -> tuple[Runner, int]:
         if isinstance(state.step, jax.ShapeDtypeStruct):
-            return of_kind(0), 0
+            return first, 0
         # The number itself is not asked for, where it is known: it may still be computed.
         number = last[1] + 1 if state.step is last[0] else int(jax.device_get(state.step)) + 1
         steps = local.steps
@@ -83,7 +85,6 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
         runner, _ = due(state)
         return runner.lower(state, pending, shards, (), rows)  # type: ignore
 
-    first = of_kind(0)
     return Runner(
         run,
         None if first.lower is None else lower,

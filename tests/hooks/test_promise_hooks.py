@@ -28,6 +28,7 @@ LOSSY = {
     "fp16": hooks.fp16(),
     "quantize": hooks.quantize(block=16),
     "topk": hooks.topk(0.25),
+    "chunks": hooks.chunks(0.25, chunk=8, momentum=0.5),
     "powersgd": hooks.powersgd(1, start_step=1),
     "bf16 powersgd": hooks.bf16(hooks.powersgd(1, start_step=0)),
 }
@@ -90,7 +91,14 @@ def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
 
 def test_integers_stay_integers(group):
     rows = np.full((REPLICAS, 3), 4097, np.int32)
-    for hook in (hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.powersgd(start_step=0)):
+    for hook in (
+        hooks.bf16(),
+        hooks.fp16(),
+        hooks.quantize(),
+        hooks.topk(0.2),
+        hooks.chunks(),
+        hooks.powersgd(start_step=0),
+    ):
         ((total,), _) = reduced(group, hook, rows)
         assert (total.dtype, total.tolist()) == (np.int32, [4097 * REPLICAS] * 3)
 
@@ -101,7 +109,14 @@ def test_more_bytes_than_are_counted_are_told_as_the_most():
 
 def test_complex_and_whole_numbers_are_not_harmed(group):
     rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(np.complex64)
-    for hook in (hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.powersgd(start_step=0)):
+    for hook in (
+        hooks.bf16(),
+        hooks.fp16(),
+        hooks.quantize(),
+        hooks.topk(0.2),
+        hooks.chunks(),
+        hooks.powersgd(start_step=0),
+    ):
         ((total,), _) = reduced(group, hook, rows)
         np.testing.assert_array_equal(total, rows.sum(0))
 
@@ -127,6 +142,45 @@ def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others
     # Two a replica; of equal ones the first.
     assert total.tolist() == [1, -8, 0, 5, 0, 0, 0, 8]
     assert np.asarray(left)[:3].tolist() == [[1, 0, 2, 0, 3, 0, 0, 0], [0] * 8, [0, 0] + [1] * 6]
+
+
+def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_wait(group):
+    rows = np.zeros((REPLICAS, 7), np.float32)
+    rows[0], rows[1, 4], rows[2, 0] = [1, 1, 0, -3, 0, 0, 2], 4, 8
+    totals, left = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
+    # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with the next step.
+    assert totals[0].tolist() == [9, 1, 0, 0, 4, 0, 0]
+    assert totals[1].tolist() == [0, 0, 0, -3, 0, 0, 2]
+    assert not np.any(left["left"])
+
+
+def test_a_chunk_that_waits_gathers_the_momentum_of_its_gradients(group):
+    """What is sent in the end is what SGD with momentum would have gone by then."""
+    rows = np.zeros((REPLICAS, 2), np.float32)
+    rows[0] = [9, 1]
+    later = np.zeros_like(rows)
+    later[0] = [8, 1]
+    last = np.zeros_like(rows)
+    last[1] = [0, 5]
+    totals, left = reduced(group, hooks.chunks(0.5, chunk=1, momentum=0.5), rows, later, last)
+    # The second number: speeds 1, 1.5 and 0.75 + 5 of two replicas; their sum, with all that waited.
+    assert [total.tolist() for total in totals] == [[9, 0], [8, 0], [0, 1 + 1.5 + 0.75 + 5]]
+    assert not np.any(left["left"]) and not np.any(left["speed"])
+
+
+def test_chunks_send_their_share_and_a_float_each(group):
+    hook = hooks.chunks(0.25, chunk=4)
+    step = fddp.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), group=group(2), hook=hook)
+    _, info = step(step.init(np.ones((8, 4), np.float32)), np.ones((2, 8), np.float32))
+    # Of two replicas each sends as many bytes as a message has: 8 norms, and 2 chunks of 4 numbers.
+    assert int(info.sent[0]) == 4 * 8 + 4 * 8
+
+
+def test_chunks_of_everything_are_the_plain_sum(group):
+    rows = normal(REPLICAS, 6, 4)
+    np.testing.assert_allclose(
+        reduced(group, hooks.chunks(1.0, chunk=5), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_topk_of_everything_is_the_plain_sum(group):
@@ -252,7 +306,7 @@ def test_a_hook_and_unused_parameters_go_together(group):
     assert (int(info.used["unused"]), int(info.used["used"]["a"])) == (0, REPLICAS)
 
 
-@pytest.mark.parametrize("name", ["quantize", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["quantize", "topk", "chunks", "powersgd"])
 def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, name):
     optimizer = fddp.dynamic_scale(optax.sgd(0.1), initial=4.0)
     step = fddp.train_step(loss_fn, optimizer, group=group(REPLICAS), hook=LOSSY[name], donate=False, **OPTIONS)
@@ -277,6 +331,7 @@ FINITE = {
     "quantize": hooks.quantize(),
     "quantize without memory": hooks.quantize(error_feedback=False),
     "topk": hooks.topk(0.01),
+    "chunks": hooks.chunks(0.25, chunk=64),
     "topk without memory": hooks.topk(0.01, error_feedback=False),
     "powersgd": hooks.powersgd(2, start_step=0),
     "powersgd without memory": hooks.powersgd(2, start_step=0, warm_start=False, error_feedback=False),
@@ -425,6 +480,9 @@ def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group)
         (lambda: hooks.fp16(predivide=0), "predivide must be more than 0, got 0"),
         (lambda: hooks.quantize(block=0), "block must be a whole number of 1 or more, got 0"),
         (lambda: hooks.topk(0), "ratio must be above 0 and at most 1, got 0"),
+        (lambda: hooks.chunks(0), "share must be above 0 and at most 1, got 0"),
+        (lambda: hooks.chunks(chunk=0), "chunk must be a whole number of 1 or more, got 0"),
+        (lambda: hooks.chunks(momentum=1), "momentum must be 0 or more and below 1, got 1"),
         (lambda: hooks.powersgd(0), "rank must be a whole number of 1 or more, got 0"),
         (lambda: hooks.powersgd(min_compression_rate=-1), "min_compression_rate must be 0 or more, got -1"),
         (lambda: hooks.starting(-1, hooks.bf16()), "step must be a whole number of 0 or more, got -1"),

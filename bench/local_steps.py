@@ -1,0 +1,191 @@
+"""What does it cost in test loss that replicas train alone between synchronizations? Loss over bytes, several seeds.
+
+    python bench/local_steps.py [--problems digits gpt] [--seeds 5] [--quick]
+
+Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small network and plain
+momentum, and a GPT of bytes (1.3 million parameters, Python's own sources) with AdamW. Bytes are what each replica
+sends in the whole training.
+
+Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (2020), and Douillard et al., "DiLoCo"
+(2023).
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from rich.console import Console
+from rich.table import Table
+
+import fddp
+from bench.record import save, save_picture
+from fddp import hooks
+from fddp.analysis.plots import figure
+from models import data, gpt
+
+REPLICAS, MiB = 4, 2**20
+Optimizer = optax.GradientTransformation
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+class Problem(NamedTuple):
+    """What is trained."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    optimizer: Optimizer
+    batches: Callable[[int], Iterator[Any]]
+    """seed → batches of all replicas"""
+    test: Callable[[Any], float]
+    """parameters → loss on what was held out"""
+    steps: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one seed and few steps, nothing is saved")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", REPLICAS)
+    group = fddp.init("local")
+    results: dict[str, Any] = {}
+    for name in args.problems:
+        steps = 32 if args.quick else {"digits": 512, "gpt": 256}[name]
+        seeds = range(1 if args.quick else args.seeds)
+        found = {
+            method: [train(group, PROBLEMS[name](seed, steps), seed, **options) for seed in seeds]
+            for method, options in methods(steps).items()
+        }
+        results[name] = told(name, found, steps)
+    if not args.quick:
+        print(save("local_steps", {"replicas": REPLICAS, "problems": results}))
+        print(picture(results))
+
+
+def methods(steps: int) -> dict[str, dict[str, Any]]:
+    """Ways to synchronize, by name: the arguments of `train`."""
+    half = steps // 2
+    return {
+        "DDP": {},
+        **{f"local SGD, {k}": {"local": {"every": k}} for k in (2, 8, 32)},
+        **{f"post-local SGD, {k}": {"local": {"every": k, "start": half}} for k in (2, 8, 32)},
+        **{f"SlowMo, {k}": {"local": {"every": k, "outer": optax.sgd(1.0, momentum=0.5)}} for k in (8, 32)},
+        **{f"DiLoCo, {k}": {"local": {"every": k, "outer": NESTEROV}} for k in (8, 32, 128)},
+        "streaming DiLoCo, 32": {
+            "local": {"every": 32, "outer": NESTEROV, "fragments": 4, "delay": 1, "mix": 0.5},
+            "bucket_cap_mb": 0.01,
+        },
+        "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},
+        "top-k, 1 %": {"hook": hooks.starting(steps // 10, hooks.topk(0.01))},
+    }
+
+
+def train(
+    group: fddp.Group, problem: Problem, seed: int, local: dict[str, Any] | None = None, **options: Any
+) -> tuple[float, float, float]:
+    """Test loss, MiB that each replica sent, and seconds."""
+    optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
+    step = fddp.train_step(problem.loss_fn, optimizer, group=group, **options)
+    state, sent, begin = step.init(problem.params), 0, time.perf_counter()
+    for batch in islice(problem.batches(seed), problem.steps):
+        state, info = step(state, batch)
+        sent += int(np.sum(np.asarray(info.sent), dtype=np.int64))
+    return problem.test(jax.device_get(state.params)), sent / MiB, time.perf_counter() - begin
+
+
+def digits(seed: int, steps: int) -> Problem:
+    images, labels, test_images, test_labels = data.split_digits()
+    images, test_images = (x.reshape(len(x), -1).astype(np.float32) / 16 for x in (images, test_images))
+
+    def loss(p: Any, batch: Any) -> Any:
+        hidden = jax.nn.relu(batch["image"] @ p["first"] + p["bias"])
+        logits = hidden @ p["second"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    def batches(seed: int) -> Iterator[Any]:
+        for chosen in fddp.samples(len(images), 64, seed=seed, drop_last=True):
+            yield {"image": images[chosen], "label": labels[chosen].astype(np.int32)}
+
+    draw = np.random.default_rng(seed)
+    params = {
+        "first": draw.normal(size=(64, 128), scale=(2 / 64) ** 0.5).astype(np.float32),
+        "bias": np.zeros(128, np.float32),
+        "second": draw.normal(size=(128, 10), scale=(1 / 128) ** 0.5).astype(np.float32),
+    }
+    held_out = {"image": test_images, "label": test_labels.astype(np.int32)}
+    rate = optax.cosine_decay_schedule(0.1, steps)
+    test = jax.jit(loss)
+    return Problem(loss, params, optax.sgd(rate, momentum=0.9), batches, lambda p: float(test(p, held_out)), steps)
+
+
+def byte_gpt(seed: int, steps: int) -> Problem:
+    model, length = gpt.PRESETS["bytes"], 64
+    rows, held_out = data.read_text(None, length)
+    with_metrics = gpt.loss_fn(model)
+
+    def loss(params: Any, batch: Any) -> Any:
+        value, _ = with_metrics(params, batch)
+        return value
+
+    def batches(seed: int) -> Iterator[Any]:
+        for chosen in fddp.samples(len(rows), 16, seed=seed, drop_last=True):
+            yield {"tokens": rows[chosen].astype(np.int32)}
+
+    tests = np.random.default_rng(0).permutation(len(held_out))[:256].reshape(8, 32)
+    one = jax.jit(loss)
+
+    def test(params: Any) -> float:
+        return float(np.mean([one(params, {"tokens": held_out[chosen].astype(np.int32)}) for chosen in tests]))
+
+    params, _ = gpt.init(model, jax.random.key(seed), {"tokens": jnp.zeros((1, length + 1), jnp.int32)})
+    rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+    return Problem(loss, params, optimizer, batches, test, steps)
+
+
+PROBLEMS = {"digits": digits, "gpt": byte_gpt}
+
+
+def told(name: str, found: dict[str, list[tuple[float, float, float]]], steps: int) -> dict[str, Any]:
+    """A table on the screen, and the same as data."""
+    table = Table(
+        "method", "test loss (range)", "of DDP's", "MiB sent", "of DDP's", "s", title=f"{name}, {steps} steps"
+    )
+    ddp, results = np.mean([run[0] for run in found["DDP"]]), dict[str, Any]()
+    for method, runs in found.items():
+        losses, sent = np.array([run[0] for run in runs]), runs[0][1]
+        spread = f"{losses.mean():.4f} ({losses.min():.4f}–{losses.max():.4f})"
+        share = sent / found["DDP"][0][1]
+        seconds = f"{np.mean([run[2] for run in runs]):.1f}"
+        table.add_row(method, spread, f"{losses.mean() / ddp:.3f}", f"{sent:.2f}", f"{share:.4f}", seconds)
+        results[method] = {"test_loss": losses.round(5).tolist(), "mib_sent": round(sent, 4), "of_ddp": round(share, 5)}
+    Console(width=110).print(table)
+    return {"steps": steps, "methods": results}
+
+
+def picture(results: dict[str, Any]) -> Path:
+    """Test loss over bytes, with the range over seeds."""
+    sheet, axes = figure(len(results))
+    for axis, (name, found) in zip(np.atleast_1d(axes), results.items()):
+        for method, told in found["methods"].items():
+            losses = np.array(told["test_loss"])
+            low, high = losses.mean() - losses.min(), losses.max() - losses.mean()
+            axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], fmt="o", capsize=3, label=method)
+        axis.set(xscale="log", xlabel="MiB sent by each replica", ylabel="test loss", title=name)
+        axis.legend(fontsize=6, ncols=2)
+    return save_picture("local_steps", sheet, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""How much longer does a step take that sends a fragment, under `fddp.local_steps`, than one that sends nothing?
+
+    sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
+
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, 16 steps between two synchronizations: all parameters
+at once or in four fragments, beside the next step (delay 1) or behind the step that makes them (delay 0). A step counts
+as long as the slower host takes.
+
+Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
+"""
+
+import argparse
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import fddp
+from bench.problems import Problem, problem
+from bench.record import save, summary
+from bench.two_hosts import BACKENDS, ask
+
+EVERY = 16
+WAYS = {f"{fragments} at a time, delay {delay}": (fragments, delay) for fragments in (1, 4) for delay in (0, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=6, help="of 16 steps each")
+    parser.add_argument("--quick", action="store_true", help="two rounds, nothing is saved")
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    args = parser.parse_args()
+    rounds = 2 if args.quick else args.rounds
+    if args.rank:
+        backend, name, path = args.rank
+        return one_host(backend, name, path, rounds)
+    results: dict[str, Any] = {}
+    for name in args.problems:
+        for backend in args.backends:
+            words = [sys.executable, __file__, "--rounds", str(rounds), "--rank", backend, name]
+            results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
+            for way, said in found.items():
+                times = f"{said['sends']['median_ms']:7.1f} ms, {said['alone']['median_ms']:7.1f} ms without"
+                print(f"{name}, {backend}, {way:25} {times}: {said['ratio']:.3f}; {said['mib']:.1f} MiB a fragment")
+    if not args.quick:
+        print(save("local_wire", results))
+    return None
+
+
+def _with_path(words: list[str], path: str) -> list[str]:
+    return [*words, path]
+
+
+def one_host(backend: str, name: str, path: str, rounds: int) -> None:
+    """One host's part."""
+    group = fddp.init(backend)
+    task = problem(name, seed=group.rank)
+    ways = {way: training(task, group, *options) for way, options in WAYS.items()}
+    taken: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    for turn in range(-1, rounds):
+        for way, run in ways.items():
+            for _ in range(EVERY):
+                group.barrier()
+                took = run()
+                taken[way] += [took] if turn >= 0 else []
+    said = {}
+    for way, some in taken.items():
+        seconds, sent = np.array([one[0] for one in some]), np.array([one[1] for one in some])
+        slower = group.all_reduce(seconds, op="max")
+        sends, alone = slower[sent > 0], slower[sent == 0]
+        said[way] = {
+            "sends": summary(sends),
+            "alone": summary(alone),
+            "ratio": round(float(np.median(sends) / np.median(alone)), 4),
+            "mib": round(sent.max() / 2**20, 2),
+        }
+    if group.rank == 0:
+        Path(path).write_text(json.dumps(said))
+
+
+def training(task: Problem, group: fddp.Group, fragments: int, delay: int) -> Any:
+    """A function that takes a step: its seconds, and the bytes that it sent."""
+    optimizer = fddp.local_steps(optax.sgd(0.01), every=EVERY, fragments=fragments, delay=delay)
+    step = fddp.train_step(
+        task.loss_fn, optimizer, group=group, has_aux=True, schedule="staged", bucket_cap_mb=2, last_bucket_mb=2
+    )
+    state = step.init(task.params, model_state=task.model_state)
+
+    def run() -> tuple[float, int]:
+        nonlocal state
+        begin = time.perf_counter()
+        state, info = jax.block_until_ready(step(state, task.batch))
+        return time.perf_counter() - begin, int(np.sum(np.asarray(info.sent), dtype=np.int64))
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

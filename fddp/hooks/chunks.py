@@ -1,0 +1,75 @@
+"""Only the chunks of a bucket that matter to all replicas together; the rest is remembered."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fddp.comm import Communicator
+from fddp.hooks.hook import GradBucket, Hook, State, split
+from fddp.hooks.narrow import is_float
+
+
+def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) -> Hook:
+    """Sums the chunks of a bucket with the largest norms over all replicas, and leaves out the others.
+
+    All replicas send the same chunks, so that their sum is an all-reduce, and no number travels with its place. What is
+    left out is added to the next step's gradients.
+
+    Args:
+      share: which share of a bucket's chunks, above 0 and up to 1.
+      chunk: how many numbers are sent together.
+      momentum: that of SGD, 0 to below 1, where it is to be kept up while a chunk waits: each replica then gathers the
+        momentum of its own gradients, and the optimizer is SGD without one. 0: gradients are gathered.
+
+    Returns:
+      The hook: an all-reduce of a float for each chunk, and one of the chunks that are sent.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    Source: GradientFlow's coarse-grained sparsity (Sun et al., 2019); momentum as in Deep Gradient Compression (Lin et
+      al., 2018).
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"chunks: share must be above 0 and at most 1, got {share!r}.")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunks: chunk must be a whole number of 1 or more, got {chunk!r}.")
+    if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise ValueError(f"chunks: momentum must be 0 or more and below 1, got {momentum!r}.")
+
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        if not is_float(leaf.dtype):
+            return ()
+        left = jnp.zeros(leaf.shape, leaf.dtype)
+        return {"left": left} | ({"speed": left} if momentum else {})
+
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        if not is_float(bucket.buffer.dtype):
+            return comm.all_reduce(bucket.buffer), state
+        speed = bucket.buffer + momentum * _joined(state, "speed") if momentum else bucket.buffer
+        wanted = speed + _joined(state, "left")
+        total, sent = _largest(comm, wanted, share, chunk)
+        kept = {"left": wanted} | ({"speed": speed} if momentum else {})
+        leaves = {name: split(bucket._replace(buffer=jnp.where(sent, 0, x))) for name, x in kept.items()}
+        return total, tuple(dict(zip(leaves, values)) for values in zip(*leaves.values()))
+
+    return Hook(init, apply, f"chunks({share}, chunk={chunk}, momentum={momentum})")
+
+
+def _largest(comm: Communicator, x: Array, share: float, chunk: int) -> tuple[Array, Array]:
+    """The sum over replicas of the chunks that are sent, zero elsewhere; and where they are."""
+    rows = jnp.pad(x, (0, -x.size % chunk)).reshape(-1, chunk)
+    norms = comm.all_reduce(jnp.sum(jnp.abs(rows.astype(jnp.float32)), axis=1))
+    # What is not finite is sent before all else, NaN too, or it would stay for ever.
+    _, places = jax.lax.top_k(jnp.where(jnp.isfinite(norms), norms, jnp.inf), math.ceil(share * len(rows)))
+    sums = comm.all_reduce(rows[places].reshape(-1)).reshape(-1, chunk)
+    sent = jnp.zeros(len(rows), bool).at[places].set(True)
+    total = jnp.zeros_like(rows).at[places].set(sums)
+    return total.reshape(-1)[: x.size], jnp.repeat(sent, chunk)[: x.size]
+
+
+def _joined(state: State, name: str) -> Array:
+    return jnp.concatenate([leaf[name].reshape(-1) for leaf in state])
