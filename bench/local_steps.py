@@ -101,7 +101,7 @@ def train(
     for batch in islice(problem.batches(seed), problem.steps):
         state, info = step(state, batch)
         sent += int(np.sum(np.asarray(info.sent), dtype=np.int64))
-    return problem.test(jax.device_get(state.params)), sent / MiB, time.perf_counter() - begin
+    return problem.test(jax.device_get(fddp.whole(state.params, group=group))), sent / MiB, time.perf_counter() - begin
 
 
 def digits(seed: int, steps: int) -> Problem:

@@ -17,6 +17,7 @@ from fddp.buckets.plan import make_plan as make_plan
 from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.shards import Shard as Shard
 from fddp.buckets.shards import as_rows as as_rows
+from fddp.buckets.shards import copy_of as copy_of
 from fddp.buckets.shards import is_shard as is_shard
 from fddp.buckets.shards import join as join
 from fddp.buckets.shards import of_rows as of_rows
@@ -24,6 +25,7 @@ from fddp.buckets.shards import own_part as own_part
 from fddp.buckets.shards import pack_rows as pack_rows
 from fddp.buckets.shards import part_size as part_size
 from fddp.buckets.shards import plan_of_parts as plan_of_parts
+from fddp.buckets.shards import stacked as stacked
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import there as there
 from fddp.buckets.shards import unpack_rows as unpack_rows

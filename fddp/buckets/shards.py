@@ -23,7 +23,7 @@ from fddp.buckets.plan import BucketPlan
 
 @dataclass(frozen=True)
 class Shard:
-    """An array of which each replica holds an equal part; `fddp.whole` puts it together.
+    """An array of which each replica holds an equal part, or a copy of its own; `fddp.whole` puts it together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,12 +35,15 @@ class Shard:
     """The parts, flat, in order of replicas (under MPI this rank's own), the last ones filled up; None: elsewhere."""
     shape: tuple[int, ...]
     """Of the whole array."""
+    copies: bool = False
+    """Whether each part is a whole array, which the replicas need not have in common."""
 
     def __repr__(self) -> str:
-        return f"Shard of {self.parts.dtype if self.parts is not None else 'shape '}{list(self.shape)}"
+        kind, dtype = "Copies" if self.copies else "Shard", self.parts.dtype if self.parts is not None else "shape "
+        return f"{kind} of {dtype}{list(self.shape)}"
 
 
-jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape"])
+jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape", "copies"])
 
 
 def is_shard(x: Any) -> bool:
@@ -52,6 +55,16 @@ def whole_forms(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.parts.dtype) if is_shard(x) else x, tree, is_leaf=is_shard
     )
+
+
+def copy_of(x: Shaped[Array, " *dims"]) -> Shard:
+    """An array that each replica has for itself, of which this is its own; inside a program."""
+    return Shard(x.reshape(-1), x.shape, copies=True)
+
+
+def stacked(shard: Shard, replicas: int) -> Shard:
+    """Copies as one array of all of them, along a first dim, of which each replica holds its part."""
+    return Shard(shard.parts, (replicas, *shard.shape)) if shard.copies else shard
 
 
 def part_size(size: int, replicas: int) -> int:

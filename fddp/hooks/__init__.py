@@ -7,6 +7,7 @@ its weights are; of a parameter that no replica used in a step it is gone. This 
 Source: `ddp_comm_hooks` in PyTorch.
 """
 
+from fddp.hooks.adasum import adasum as adasum
 from fddp.hooks.chunks import chunks as chunks
 from fddp.hooks.collective import all_reduce as all_reduce
 from fddp.hooks.compress import quantize as quantize

@@ -23,4 +23,5 @@ from fddp.jaxpr.order import ready_order as ready_order
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut
+from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used

@@ -112,6 +112,32 @@ def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
     return [_latest([atom], when) for atom in jaxpr.outvars]
 
 
+def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
+    """Whether some outputs of a program need work that no other output needs.
+
+    Args:
+      closed: the program.
+      outputs: numbers of outputs.
+
+    Returns:
+      Whether there is an equation for them alone that costs something.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> program = jax.make_jaxpr(lambda x: ((y := jnp.sin(x)), 2 * y, jnp.cos(y)))(1.0)
+      >>> take_more(program, [1]), take_more(program, [2])
+      (False, True)
+    """
+    jaxpr = straighten(closed).jaxpr
+    others, these = (
+        [var for k, var in enumerate(jaxpr.outvars) if (k in outputs) == inside] for inside in (False, True)
+    )
+    maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    # What only acts is at home in the last group.
+    _, alone, _ = _homes(jaxpr, [others, these, []], maker)
+    return not all(cheap(jaxpr.eqns[at]) for at in alone)
+
+
 def _when(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> dict[Var, int]:
     """When the last input comes that each value needs; those that need none are left out."""
     when = {jaxpr.invars[number]: comes for number, comes in inputs.items()}

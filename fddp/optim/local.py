@@ -12,25 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
 
 class LocalState(NamedTuple):
-    """What `local_steps` carries on; a step's `state.params` are those of the last synchronization."""
+    """What `local_steps` carries on, beside each replica's own parameters."""
 
-    params: Any
-    """Each replica's own parameters: shards, which `fddp.whole` puts together along a first dim."""
-    inner: Any
-    """Each replica's own state of the inner optimizer, likewise."""
-    buffers: Any
-    """Each replica's own model state, likewise."""
-    weight: Float[Array, " fragments"]
-    """How much each replica has trained on since the last synchronization of each fragment, likewise."""
+    shared: Any
+    """The parameters of the last synchronization, equal on all replicas."""
     outer: Any
-    """State of the outer optimizer, equal on all replicas."""
+    """State of the outer optimizer, likewise."""
+    inner: Any
+    """State of the inner optimizer, each replica's own."""
+    weight: Float[Array, " fragments"]
+    """How much each replica has trained on since the last synchronization of each fragment, its own."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ class LocalSteps:
 
     def init(self, params: Any) -> LocalState:
         """What both optimizers begin with."""
-        own = jax.tree.map(jnp.copy, params)
-        weight = jnp.zeros(self.fragments)
-        return LocalState(own, self.inner.init(params), None, weight, self.outer.init(params))
+        return LocalState(params, self.outer.init(params), self.inner.init(params), jnp.zeros(self.fragments))
 
     def update(self, updates: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
         """One of the inner optimizer's steps."""
@@ -98,8 +93,9 @@ def local_steps(
 ) -> LocalSteps:
     """Makes an optimizer whose replicas train alone, and synchronize their parameters only now and then.
 
-    Between two synchronizations a step sends nothing, and its loss and metrics are those of this process's own rows.
-    `state.params` are the parameters of the last synchronization, equal on all replicas: evaluate them.
+    Between two synchronizations a step sends nothing, its loss and metrics are those of this process's own rows, and
+    the state holds each replica's own parameters and buffers: `fddp.whole(state.params)` is their mean. Those of the
+    last synchronization are `state.opt_state.shared`.
 
     Args:
       optimizer: the inner one, of each replica: any optax transformation.
@@ -127,9 +123,9 @@ def local_steps(
       >>> state = step.init(jnp.zeros(()))
       >>> for _ in range(2):
       ...     state, info = step(state, jnp.full(8, 2.0))
-      ...     print(float(state.params), float(info.loss))
-      0.0 4.0
-      1.5 1.0
+      ...     print(float(fddp.whole(state.params)), float(state.opt_state.shared))
+      1.0 0.0
+      1.5 1.5
     """
     outer = optax.sgd(1.0) if outer is None else outer
     for name, value in (("optimizer", optimizer), ("outer", outer)):

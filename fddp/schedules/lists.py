@@ -18,7 +18,7 @@ import numpy as np
 from fddp.buckets import Messages
 from fddp.comm import Placement, trace
 from fddp.jax_internals import ClosedJaxpr, make_program
-from fddp.jaxpr import Stage, arrivals, collectives, cut
+from fddp.jaxpr import Stage, arrivals, collectives, cut, take_more
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
 
@@ -112,8 +112,10 @@ def _as_made(
 ) -> list[Compute]:
     """A round, cut where a message is made and where one of `count` comes back that it needs, from `before` on."""
     messages = sum(name.startswith("message ") for name in made)
-    groups = [[k] for k in range(messages)] or [[]]
-    groups[-1] += range(messages, len(made))
+    groups, kept = [[k] for k in range(messages)], list(range(messages, len(made)))
+    if not groups or take_more(closed, kept):
+        groups.append([])  # no message waits for what is not in it
+    groups[-1] += kept
     title = "stage" if one.kind == "compute" else one.name
     return _stages(title, one.kind, closed, given, made, groups, {before + k: k for k in range(count)})
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fddp.buckets import is_shard
+from fddp.buckets import is_shard, stacked
 from fddp.comm import REPLICATED, Group, shortened
 from fddp.step.checkpoint_files import Leaves, Saved
 from fddp.step.state import TrainState
@@ -32,7 +32,7 @@ def whole(group: Group, state: TrainState) -> Leaves:
     """
     leaves = dict[str, np.ndarray]()
     for name, x in _named(state).items():
-        x = _words(put_together(x, group=group))
+        x = _words(put_together(stacked(x, group.size) if is_shard(x) else x, group=group))
         if _apart(group, name):
             x = np.concatenate(group.all_gather(x))
         elif isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not _here(x):
@@ -133,7 +133,7 @@ def _apart(group: Group, name: str) -> bool:
 
 def _form(group: Group, name: str, x: Any) -> str:
     if is_shard(x):
-        return f"{x.parts.dtype}{list(x.shape)}"
+        return f"{x.parts.dtype}{list(stacked(x, group.size).shape)}"
     words = _words(x)
     shape = [group.size, *words.shape[1:]] if _apart(group, name) else list(words.shape)
     return f"{words.dtype}{shape}"

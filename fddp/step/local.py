@@ -21,8 +21,9 @@ from jaxtyping import Array
 from fddp.buckets import (
     BucketPlan,
     Messages,
-    Shard,
     add_tail,
+    copy_of,
+    is_shard,
     join,
     pack,
     place_scalars,
@@ -33,7 +34,7 @@ from fddp.buckets import (
 from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
-from fddp.optim import LocalSteps, scale_of, update
+from fddp.optim import LocalState, LocalSteps, scale_of, update
 from fddp.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.buffers import average
 from fddp.step.replica import Replica, with_trained
@@ -95,14 +96,8 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
 
 def own_view(state: TrainState, shards: Any) -> TrainState:
     """A state as one replica sees it that trains alone: its own parameters, inner state and buffers."""
-    own = _own(join(state.opt_state, shards))
-    return state._replace(params=with_trained(state.params, own.params), opt_state=own.inner, model_state=own.buffers)
-
-
-def form_of_one(state: TrainState) -> TrainState:
-    """The form of what `own_view` gives, of the form of a whole state."""
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.opt_state._replace(outer=None))
-    return state._replace(opt_state=forms.inner)
+    held: TrainState = _own(join(state, shards))
+    return held._replace(opt_state=held.opt_state.inner)
 
 
 @dataclass(frozen=True)
@@ -130,12 +125,8 @@ class Local:
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
             (new, info), _ = pieces.finish(own_view(state, shards), (), messages, kept, sent)
-            before = join(state.opt_state, shards)
-            return self._held(
-                state._replace(params=new.params, model_state=new.model_state),
-                before.outer,
-                (new, info, _own(before).weight),
-            )
+            before: LocalState = _own(join(state, shards)).opt_state
+            return self._held(before._replace(shared=self.replica.trained(new.params)), (new, info, before.weight))
 
         return Pieces((one._replace(reads=GIVEN, run=backward),), finish)
 
@@ -146,7 +137,7 @@ class Local:
             return Messages((), ((), None)), self._contributed(own_view(state, shards), pending, rows)
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-            return self._held(state, state.opt_state.outer, self._trained(state, shards, kept))
+            return self._held(state.opt_state, self._trained(state, shards, kept))
 
         return Pieces((Round("backward", GIVEN, backward, (), "compute"),), finish)
 
@@ -158,18 +149,18 @@ class Local:
             view = own_view(state, shards)
             kept = self._contributed(view, pending, rows)
             if self.steps.delay:
-                weight = _own(join(state.opt_state, shards)).weight
-                return self._changed(plan, fragment, state, (view, None, weight), rows), kept
+                weight = _own(join(state, shards)).opt_state.weight
+                return self._changed(plan, fragment, state.opt_state, (view, None, weight), rows), kept
             trained = self._trained(state, shards, kept)
-            return self._changed(plan, fragment, state, trained, rows), add_replica_dim(trained)
+            return self._changed(plan, fragment, state.opt_state, trained, rows), add_replica_dim(trained)
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
             new, info, weight = self._trained(state, shards, kept) if self.steps.delay else drop_replica_dim(kept)
-            state, outer, own = self._landed(plan, fragment, state, new, messages)
+            local, new = self._landed(plan, fragment, state.opt_state, new, messages)
             carried = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
             of_each = jnp.zeros(len(self.plan.messages), jnp.uint32).at[np.array(numbers)].add(carried[: len(numbers)])
             info = info._replace(sent=of_each.at[-1].add(jnp.sum(carried[len(numbers) :], dtype=jnp.uint32)))
-            return self._held(state, outer, (own, info, weight.at[fragment].set(0)))
+            return self._held(local, (new, info, weight.at[fragment].set(0)))
 
         return Pieces((Round("backward", GIVEN, backward, sums, "compute"),), finish)
 
@@ -182,7 +173,7 @@ class Local:
 
     def _trained(self, state: TrainState, shards: Any, kept: Any) -> Trained:
         """A step of the inner optimizer."""
-        view, weight = own_view(state, shards), _own(join(state.opt_state, shards)).weight
+        view, weight = own_view(state, shards), _own(join(state, shards)).opt_state.weight
         (sums, active), kept = drop_replica_dim(kept[0]), kept[1]
         nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
         mean = self._solo.mean(self.plan, self._unpacked, view, sums, kept, nothing)  # type: ignore
@@ -197,49 +188,55 @@ class Local:
         grads, tail = sums
         return self.plan.treedef.flatten_up_to(grads), tail
 
-    def _changed(self, plan: BucketPlan, fragment: int, state: TrainState, trained: Trained, rows: Any) -> Messages:
+    def _changed(self, plan: BucketPlan, fragment: int, local: LocalState, trained: Trained, rows: Any) -> Messages:
         """What a replica has taken off a fragment's parameters, weighed by what it trained on; and its buffers."""
         view, _, weights = trained
-        weight, travels = weights[fragment], {i for bucket in plan.buckets for i in bucket.leaves}
-        pairs = enumerate(zip(jax.tree.leaves(state.params), jax.tree.leaves(view.params)))
-        changes = [weight.astype(a.dtype) * (a - b) if i in travels else None for i, (a, b) in pairs]
+        weight, travels = weights[fragment], self._travels(plan)
+        changes = jax.tree.map(
+            lambda goes, old, new: weight.astype(old.dtype) * (old - new) if goes else None,
+            travels,
+            local.shared,
+            self.replica.trained(view.params),
+        )
         buffers, _ = average().send(self.replica.group.communicator, self._buffers(fragment, view.model_state), rows)
-        return add_tail(plan, pack(plan, plan.treedef.unflatten(changes)), (weight, buffers))
+        return add_tail(plan, pack(plan, changes), (weight, buffers))
 
     def _landed(
-        self, plan: BucketPlan, fragment: int, state: TrainState, own: TrainState, messages: Messages
-    ) -> tuple[TrainState, Any, TrainState]:
-        """A step of the outer optimizer: the parameters of all replicas, its state, and what this one goes on with."""
+        self, plan: BucketPlan, fragment: int, local: LocalState, own: TrainState, messages: Messages
+    ) -> tuple[LocalState, TrainState]:
+        """A step of the outer optimizer, and with what this replica goes on."""
         buckets, (weight, buffers) = take_tail(plan, messages)
-        came = plan.treedef.flatten_up_to(unpack(plan, buckets))
-        weight = jnp.where(weight == 0, 1, weight)
-        leaves, chosen = jax.tree.leaves(state.params), set(self.replica.chosen(state.params))
-        grads = [jnp.zeros_like(x) if new is None else new / weight.astype(x.dtype) for new, x in zip(came, leaves)]
-        here = [int(new is not None) for new in came]
-        of_trained = [
-            plan.treedef.unflatten([x if i in chosen else None for i, x in enumerate(some)]) for some in (grads, here)
-        ]
-        trained = self.replica.trained(state.params)
-        params, outer = update(self.steps.outer, of_trained[0], state.opt_state.outer, trained, of_trained[1])
-        params, mix = with_trained(state.params, params), self.steps.mix
-        pairs = zip(jax.tree.leaves(own.params), jax.tree.leaves(params), here)
-        mixed = plan.treedef.unflatten([new + mix * (old - new) if n else old for old, new, n in pairs])
+        weight, travels = jnp.where(weight == 0, 1, weight), self._travels(plan)
+        came = iter(x for x in plan.treedef.flatten_up_to(unpack(plan, buckets)) if x is not None)
+        grads = jax.tree.map(
+            lambda goes, x: next(came) / weight.astype(x.dtype) if goes else jnp.zeros_like(x), travels, local.shared
+        )
+        shared, outer = update(self.steps.outer, grads, local.outer, local.shared, travels)
+        mixed = jax.tree.map(
+            lambda goes, old, new: new + self.steps.mix * (old - new) if goes else old,
+            travels,
+            self.replica.trained(own.params),
+            shared,
+        )
+        own = own._replace(params=with_trained(own.params, mixed))
         before = self._buffers(fragment, own.model_state)
         landed = average().land(self.replica.group.communicator, before, buffers, None)
-        state = state._replace(params=params)
-        if landed is not None:
-            state, own = state._replace(model_state=landed), own._replace(model_state=landed)
-        return state, outer, own._replace(params=mixed)
+        own = own if landed is None else own._replace(model_state=landed)
+        return local._replace(shared=shared, outer=outer), own
 
-    def _held(self, state: TrainState, outer: Any, trained: Trained) -> tuple[Any, Any]:
+    def _travels(self, plan: BucketPlan) -> Any:
+        """A tree like the trained parameters: 1 for those in a plan, 0 for others."""
+        inside = {i for bucket in plan.buckets for i in bucket.leaves}
+        chosen = self.replica.chosen(plan.treedef.unflatten(plan.leaves))
+        return plan.treedef.unflatten([int(i in inside) if i in chosen else None for i in range(len(plan.leaves))])
+
+    def _held(self, local: LocalState, trained: Trained) -> tuple[Any, Any]:
         """The step's result, with what is each replica's own apart."""
         own, info, weight = trained
-        trained_only, size = self.replica.trained(own.params), self.replica.group.size
-        held = state.opt_state._replace(
-            params=trained_only, inner=own.opt_state, buffers=own.model_state, weight=weight, outer=None
-        )
-        held = jax.tree.map(lambda x: Shard(x.reshape(-1), (size, *x.shape)), held)._replace(outer=outer)
-        return take_apart((state._replace(step=own.step, opt_state=held), info))
+        copies = jax.tree.map(copy_of, (self.replica.trained(own.params), own.opt_state, weight, own.model_state))
+        params, inner, weight, buffers = copies
+        state = own._replace(params=with_trained(own.params, params), model_state=buffers)
+        return take_apart((state._replace(opt_state=local._replace(inner=inner, weight=weight)), info))
 
     def _fragment(self, fragment: int) -> tuple[list[int], BucketPlan, tuple[Reduction, ...]]:
         """Numbers of a fragment's buckets, a plan of them alone, and how they are summed."""
@@ -272,7 +269,5 @@ class Local:
 
 
 def _own(held: Any) -> Any:
-    """A replica's own arrays in place of shards, the rest as it is."""
-    apart = held._replace(outer=None)
-    shaped = jax.tree.map(lambda x: x.parts.reshape(x.shape[1:]), apart, is_leaf=lambda x: isinstance(x, Shard))
-    return shaped._replace(outer=held.outer)
+    """A replica's own arrays in place of copies, the rest as it is."""
+    return jax.tree.map(lambda x: x.parts.reshape(x.shape) if is_shard(x) else x, held, is_leaf=is_shard)

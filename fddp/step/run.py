@@ -99,9 +99,10 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
     replicated, pending, shards, _ = given
     journal = settled.replica.group.journal
     journal.say("no_sync")
-    # No gradient is sent; parameters that rest in shards have to come together all the same.
-    params = whole(state.params, group=settled.replica.group)
-    replicated = replicated._replace(params=placement.place(params, REPLICATED))
+    if settled.replica.options.shard:
+        # No gradient is sent; parameters that rest in shards have to come together all the same.
+        params = whole(state.params, group=settled.replica.group)
+        replicated = replicated._replace(params=placement.place(params, REPLICATED))
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)

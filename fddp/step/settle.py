@@ -20,7 +20,7 @@ from fddp.jaxpr import collectives, first_uses, ready_order
 from fddp.optim import LocalState
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
-from fddp.step.local import Local, form_of_one, local_runner, own_view
+from fddp.step.local import Local, local_runner, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.sharded import sharded_pieces
@@ -73,7 +73,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
       TypeError: the loss returns something else than promised.
     """
     held, state = state, whole_forms(state)
-    state = form_of_one(state) if replica.local_steps and isinstance(state.opt_state, LocalState) else state
+    if isinstance(state.opt_state, LocalState):
+        state = state._replace(opt_state=state.opt_state.inner)  # which a replica goes by
     group, options, chosen = replica.group, replica.options, replica.chosen(state.params)
     found: list[tuple[Any, ...]] = []
 

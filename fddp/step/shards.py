@@ -4,51 +4,48 @@ Source: ZeRO (Rajbhandari et al., SC 2020).
 """
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fddp.buckets import Shard, is_shard, own_part, part_size, whole_forms
-from fddp.comm import Group
+from fddp.buckets import Shard, copy_of, is_shard, own_part, part_size, whole_forms
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import LocalState, LocalSteps, Optimizer, divided, kinds_of_state
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 
 
-def in_shards(replica: Replica, trained: Any, opt_state: Any) -> tuple[Any, Any]:
+def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> tuple[Any, Any, Any]:
     """What a step holds of a state, of which each replica makes its own parts; inside a program.
 
     Args:
       replica: what one replica does.
       trained: the parameters that are trained, None in place of others.
       opt_state: the optimizer's state for them.
+      model_state: the buffers.
 
     Returns:
-      The parameters, None for those that stay as they are; the optimizer's state.
+      The parameters, None for those that stay as they are; the optimizer's state; the buffers.
     """
     group = replica.group
-    if replica.local_steps:
-        return jax.tree.map(lambda x: None, trained), _stacked(group, opt_state, lambda x: x.reshape(-1))
-    return _held(replica, trained, opt_state, lambda x: own_part(x, group.size, group.communicator.replica_index()))
+    part = lambda x: own_part(x, group.size, group.communicator.replica_index())  # noqa: E731
+    return _held(replica, trained, opt_state, model_state, part, copy_of)
 
 
-def forms_in_shards(replica: Replica, trained: Any, opt_state: Any) -> tuple[Any, Any]:
+def forms_in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> tuple[Any, Any, Any]:
     """The form of what `in_shards` makes, as all replicas together have it."""
-    group = replica.group
+    group, held = replica.group, replica.group.placement.replicas_in_array
 
-    def part(x: Any) -> Any:
-        size = part_size(x.size, group.size) * group.placement.replicas_in_array
-        return jax.ShapeDtypeStruct((size,), jnp.result_type(x))
+    def form(size: int, x: Any) -> Any:
+        return jax.ShapeDtypeStruct((size * held,), jnp.result_type(x))
 
-    if replica.local_steps:
-        held = group.placement.replicas_in_array
-        forms = _stacked(group, opt_state, lambda x: jax.ShapeDtypeStruct((x.size * held,), x.dtype))
-        return jax.tree.map(lambda x: None, trained), forms
-    return _held(replica, trained, opt_state, part)
+    def copy(x: Any) -> Shard:
+        return Shard(form(x.size, x), x.shape, copies=True)
+
+    part = lambda x: form(part_size(x.size, group.size), x)  # noqa: E731
+    return _held(replica, trained, opt_state, model_state, part, copy)
 
 
 def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
@@ -103,50 +100,48 @@ def check_state(replica: Replica, state: TrainState) -> None:
             f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
             f"{'with' if replica.local_steps else 'without'} fddp.local_steps: begin with step.init(state.params)."
         )
-    asked, held = replica.options.shard, (state.params, state.opt_state)
-    got = [(is_shard(x), jnp.shape(x.parts if is_shard(x) else x)) for x in jax.tree.leaves(held, is_leaf=is_shard)]
-    if replica.local_steps:
-        own = replica.group.placement.replicas_in_array
-        whole = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_shard) if is_shard(x)]
-        if any(x.shape[0] != replica.group.size or x.parts.shape != (prod(x.shape[1:]) * own,) for x in whole):
-            raise ValueError(
-                f"the state is of {whole[0].shape[0]} replicas that train alone, and this group has "
-                f"{replica.group.size}: begin with step.init(state.params)."
-            )
-        return
-    if not asked:
-        if any(shard for shard, _ in got):
+    asked, held = replica.options.shard, (state.params, state.opt_state, state.model_state)
+    got = [_kind(x) for x in jax.tree.leaves(held, is_leaf=is_shard)]
+    if not replica.apart:
+        if any(shard for shard, *_ in got):
             raise ValueError(
                 "the state is in shards, and this step was made without shard=: give it 'optimizer' or 'state', or "
                 "give the step fddp.whole(state)."
             )
         return
-    params, opt_state = whole_forms(held)
-    shared, opt_state = forms_in_shards(replica, replica.trained(params), opt_state)
-    expected = jax.tree.leaves((with_trained(params, shared), opt_state), is_leaf=is_shard)
-    if got != [(is_shard(x), jnp.shape(x.parts if is_shard(x) else x)) for x in expected]:
+    params, opt_state, model_state = whole_forms(held)
+    shared, opt_state, model_state = forms_in_shards(replica, replica.trained(params), opt_state, model_state)
+    expected = (with_trained(params, shared), opt_state, model_state)
+    if got != [_kind(x) for x in jax.tree.leaves(expected, is_leaf=is_shard)]:
+        made = f"shard={asked!r}" if asked else "fddp.local_steps"
         raise ValueError(
-            f"the state is not in shards of {replica.group.size} replicas, as a step with shard={asked!r} has it: go "
-            "on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for looking "
-            "at it."
+            f"the state is not in shards of {replica.group.size} replicas, as a step with {made} has it: go on with "
+            "what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for looking at it."
         )
 
 
-def _stacked(group: Group, opt_state: LocalState, own: Callable[[Any], Any]) -> LocalState:
-    """What each replica has for itself, as shards of all of it along a first dim."""
-    apart = opt_state._replace(outer=None)
-    return jax.tree.map(lambda x: Shard(own(x), (group.size, *x.shape)), apart)._replace(outer=opt_state.outer)
+def _kind(x: Any) -> tuple[Any, ...]:
+    return (True, x.copies, jnp.shape(x.parts)) if is_shard(x) else (False, False, jnp.shape(x))
 
 
-def _held(replica: Replica, trained: Any, opt_state: Any, part: Callable[[Any], Any]) -> tuple[Any, Any]:
-    shard = replica.options.shard
-
+def _held(
+    replica: Replica,
+    trained: Any,
+    opt_state: Any,
+    model_state: Any,
+    part: Callable[[Any], Any],
+    copy: Callable[[Any], Shard],
+) -> tuple[Any, Any, Any]:
     def cut(x: Any) -> Shard:
         return Shard(part(x), jnp.shape(x))
 
-    params = jax.tree.map(lambda x: cut(x) if shard == "state" else None, trained)
-    if not shard:
-        return params, opt_state
+    if replica.local_steps:
+        inner, weight = jax.tree.map(copy, (opt_state.inner, opt_state.weight))
+        held = opt_state._replace(inner=inner, weight=weight)
+        return jax.tree.map(copy, trained), held, jax.tree.map(copy, model_state)
+    params = jax.tree.map(lambda x: cut(x) if replica.options.shard == "state" else None, trained)
+    if not replica.options.shard:
+        return params, opt_state, model_state
     kinds = kinds_of_state(opt_state, trained)
     cut_state = jax.tree.map(
         lambda kind, x: cut(x) if isinstance(kind, Follows) else x,
@@ -154,4 +149,4 @@ def _held(replica: Replica, trained: Any, opt_state: Any, part: Callable[[Any], 
         opt_state,
         is_leaf=lambda x: isinstance(x, Kind),
     )
-    return params, cut_state
+    return params, cut_state, model_state

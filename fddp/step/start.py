@@ -5,7 +5,6 @@ Source: `_sync_module_states` in PyTorch's `distributed.py`.
 
 import platform
 from collections.abc import Iterable
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -39,7 +38,7 @@ def equal_start(group: Group, tree: Any) -> Any:
     return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
 
 
-def first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any]:
+def first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
     """What a step holds at first, on the group's devices.
 
     Args:
@@ -49,33 +48,29 @@ def first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state:
       model_state: likewise.
 
     Returns:
-      The parameters and the optimizer's state.
+      The parameters, the optimizer's state and the buffers.
     """
     placement, trained = replica.group.placement, replica.trained(params)
     where = specs(placement, trained)
 
     def make(trained: Any, model_state: Any) -> Any:
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        opt_state = jax.tree.map(jnp.copy, _started(replica, optimizer, trained, model_state))
-        shared, opt_state = in_shards(replica, trained, opt_state)
-        return take_apart((shared, optimizer_laid_out(placement.other_axes, opt_state, trained, where)))
+        opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+        held, opt_state, buffers = in_shards(replica, trained, opt_state, model_state)
+        buffers = buffers if replica.local_steps else None
+        return take_apart((held, optimizer_laid_out(placement.other_axes, opt_state, trained, where), buffers))
 
     made = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))(trained, model_state)
-    shared, opt_state = join(*made)
-    return with_trained(params, shared), opt_state
+    held, opt_state, buffers = join(*made)
+    return with_trained(params, held), opt_state, buffers if replica.local_steps else model_state
 
 
-def form_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any]:
+def form_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
     """The form of what `first_held` makes."""
     trained = replica.trained(params)
-    opt_state = jax.eval_shape(partial(_started, replica, optimizer), trained, model_state)
-    shared, opt_state = forms_in_shards(replica, trained, opt_state)
-    return with_trained(params, shared), opt_state
-
-
-def _started(replica: Replica, optimizer: Optimizer, trained: Any, model_state: Any) -> Any:
-    opt_state: Any = optimizer.init(trained)
-    return opt_state._replace(buffers=model_state) if replica.local_steps else opt_state
+    opt_state = jax.eval_shape(optimizer.init, trained)
+    held, opt_state, buffers = forms_in_shards(replica, trained, opt_state, model_state)
+    return with_trained(params, held), opt_state, buffers
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:

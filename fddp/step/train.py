@@ -66,11 +66,11 @@ class TrainStep:
             lambda: described_start(replica, self._optimizer, params, model_state, rng),
         )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
-        held, opt_state = first_held(replica, self._optimizer, params, model_state)
+        held, opt_state, buffers = first_held(replica, self._optimizer, params, model_state)
         hook_state = group.placement.program(replica.remembered, (REPLICATED,), group.placement.per_replica)(params)
         self._expect(replica.provisional_plan(params))
         number = group.placement.place(np.zeros((), np.int32), REPLICATED)
-        return TrainState(number, held, opt_state, model_state, hook_state, None, rng)
+        return TrainState(number, held, opt_state, buffers, hook_state, None, rng)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
@@ -117,8 +117,9 @@ class TrainStep:
             return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
         state = jax.eval_shape(first, params, model_state, rng)
-        held, opt_state = form_held(self._replica, self._optimizer, state.params, state.model_state)
-        return state._replace(params=held, opt_state=opt_state, hook_state=self._replica.memory_form(params))
+        held, opt_state, buffers = form_held(self._replica, self._optimizer, state.params, state.model_state)
+        memory = self._replica.memory_form(params)
+        return state._replace(params=held, opt_state=opt_state, model_state=buffers, hook_state=memory)
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.

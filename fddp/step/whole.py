@@ -1,9 +1,11 @@
-"""A state that replicas hold in parts, put together."""
+"""A state that replicas hold apart, put together."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -14,7 +16,10 @@ from fddp.runtime import group_of
 
 
 def whole(tree: Any, *, group: Group | None = None) -> Any:
-    """Puts together what replicas hold in parts; every rank calls it, as the parts are sent.
+    """Puts together what replicas hold apart; every rank calls it, as the parts are sent.
+
+    Of what each replica has a copy of its own, under `fddp.local_steps`, it is the mean; of whole numbers the first
+    replica's.
 
     On a mesh it may also be called inside `jax.jit`, where XLA gathers.
 
@@ -56,7 +61,7 @@ def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
     flat = np.zeros(like.parts.size * (group.size // count), x.dtype)
     flat[: x.size] = x.reshape(-1)
     mine = flat if count > 1 else flat.reshape(group.size, -1)[group.rank]
-    return Shard(jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__), like.shape)
+    return replace(like, parts=jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__))
 
 
 def _whole(group: Group, shard: Shard) -> Any:
@@ -66,15 +71,22 @@ def _whole(group: Group, shard: Shard) -> Any:
     if isinstance(parts, Tracer) and group.axis_name is None:
         raise TypeError("backend 'mpi' has no mesh, over which XLA could gather: call fddp.whole outside of jax.jit.")
     if isinstance(parts, Tracer):
-        return of_rows(parts, shard.shape)
+        return _joined(parts, shard.shape, shard.copies)
     parts = group.placement.place(parts, group.placement.per_replica)
     if group.axis_name is None:
-        rows: Any = group.all_gather(np.asarray(parts))
-        return group.placement.place(of_rows(rows, shard.shape), REPLICATED)
-    return _gathering(parts.sharding.mesh)(parts, shard.shape)
+        rows: Any = jnp.asarray(group.all_gather(np.asarray(parts)))
+        return group.placement.place(_joined(rows, shard.shape, shard.copies), REPLICATED)
+    return _gathering(parts.sharding.mesh)(parts, shard.shape, shard.copies)
+
+
+def _joined(parts: jax.Array, shape: tuple[int, ...], copies: bool) -> jax.Array:
+    if not copies:
+        return of_rows(parts, shape)
+    each = parts.reshape(-1, *shape)
+    return jnp.mean(each, axis=0).astype(each.dtype) if jnp.issubdtype(each.dtype, jnp.inexact) else each[0]
 
 
 @cache
 def _gathering(mesh: Any) -> Any:
     """A program for each mesh, not for each call."""
-    return jax.jit(of_rows, static_argnums=1, out_shardings=NamedSharding(mesh, REPLICATED))
+    return jax.jit(_joined, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, REPLICATED))

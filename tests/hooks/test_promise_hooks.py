@@ -29,6 +29,7 @@ LOSSY = {
     "quantize": hooks.quantize(block=16),
     "topk": hooks.topk(0.25),
     "chunks": hooks.chunks(0.25, chunk=8, momentum=0.5),
+    "adasum": hooks.adasum(),
     "powersgd": hooks.powersgd(1, start_step=1),
     "bf16 powersgd": hooks.bf16(hooks.powersgd(1, start_step=0)),
 }
@@ -183,6 +184,37 @@ def test_chunks_of_everything_are_the_plain_sum(group):
     )
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
+    def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * (1 - np.vdot(a, b) / (2 * np.vdot(a, a))) + b * (1 - np.vdot(a, b) / (2 * np.vdot(b, b)))
+
+    draw = np.random.default_rng(n)
+    rows = {name: draw.normal(size=(n, *shape)).astype(np.float32) for name, shape in (("w", (5, 3)), ("b", (7,)))}
+    expected = {}
+    for name, row in rows.items():
+        left = list(row.astype(np.float64))
+        while len(left) > 1:
+            left = [
+                pair(*two) if len(two) == 2 else two[0] for two in (left[k : k + 2] for k in range(0, len(left), 2))
+            ]
+        expected[name] = left[0]
+    # A loss whose gradient is the replica's own row.
+    loss = lambda p, x: sum(jnp.sum(p[name] * x[name][0]) for name in p)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(n), hook=hooks.adasum())
+    state, _ = step(step.init(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), rows)), rows)
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(-got, wanted, rtol=1e-4, atol=1e-6), state.params, expected
+    )
+
+
+def test_adasum_of_equal_gradients_is_their_mean_and_of_orthogonal_ones_their_sum(group):
+    equal_rows = np.stack([np.linspace(-1, 2, 6, dtype=np.float32)] * REPLICAS)
+    np.testing.assert_allclose(reduced(group, hooks.adasum(), equal_rows)[0][0] / REPLICAS, equal_rows[0], rtol=1e-5)
+    orthogonal = np.diag([1, 2, 0, 4]).astype(np.float32)  # one replica has nothing to say
+    np.testing.assert_allclose(reduced(group, hooks.adasum(), orthogonal)[0][0] / REPLICAS, orthogonal.sum(0))
+
+
 def test_topk_of_everything_is_the_plain_sum(group):
     rows = normal(REPLICAS, 6, 4)
     np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6)
@@ -332,6 +364,7 @@ FINITE = {
     "quantize without memory": hooks.quantize(error_feedback=False),
     "topk": hooks.topk(0.01),
     "chunks": hooks.chunks(0.25, chunk=64),
+    "adasum": hooks.adasum(),
     "topk without memory": hooks.topk(0.01, error_feedback=False),
     "powersgd": hooks.powersgd(2, start_step=0),
     "powersgd without memory": hooks.powersgd(2, start_step=0, warm_start=False, error_feedback=False),

@@ -417,9 +417,11 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
                 shared -= 0.7 * (shared - np.mean(before if delay else own))
                 own = np.full(group.size, shared)
         assert sent == ([False, False, True, False, True] if delay else [False, True, False, True, False])
-        np.testing.assert_allclose(float(state.params), shared, rtol=1e-5)
+        np.testing.assert_allclose(float(state.opt_state.shared), shared, rtol=1e-5)
         whole = fddp.whole(state, group=group)
-        np.testing.assert_allclose(whole.opt_state.params, own, rtol=1e-5)
+        np.testing.assert_allclose(whole.params, np.mean(own), rtol=1e-5)
+        mine = np.asarray(state.params.parts.addressable_shards[0].data)
+        np.testing.assert_allclose(mine, own[group.rank : group.rank + 1], rtol=1e-5)
         assert same_on_all_ranks(group, whole)
 
 
