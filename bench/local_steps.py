@@ -83,7 +83,7 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
         **{f"SlowMo, {k}": {"local": {"every": k, "outer": optax.sgd(1.0, momentum=0.5)}} for k in (8, 32)},
         **{f"DiLoCo, {k}": {"local": {"every": k, "outer": NESTEROV}} for k in (8, 32, 128)},
         "streaming DiLoCo, 32": {
-            "local": {"every": 32, "outer": NESTEROV, "fragments": 4, "delay": 1, "mix": 0.5},
+            "local": {"every": 32, "outer": NESTEROV, "fragments": 3, "delay": 1, "mix": 0.5},
             "bucket_cap_mb": 0.01,
         },
         "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},

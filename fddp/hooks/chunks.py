@@ -22,7 +22,8 @@ def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) ->
       share: which share of a bucket's chunks, above 0 and up to 1.
       chunk: how many numbers are sent together.
       momentum: that of SGD, 0 to below 1, where it is to be kept up while a chunk waits: each replica then gathers the
-        momentum of its own gradients, and the optimizer is SGD without one. 0: gradients are gathered.
+        momentum of its own gradients, and begins anew when the chunk is sent (the paper's masking); the optimizer is
+        SGD without one. 0: gradients are gathered.
 
     Returns:
       The hook: an all-reduce of a float for each chunk, and one of the chunks that are sent.
@@ -61,8 +62,10 @@ def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) ->
 
 def _largest(comm: Communicator, x: Array, share: float, chunk: int) -> tuple[Array, Array]:
     """The sum over replicas of the chunks that are sent, zero elsewhere; and where they are."""
+    chunk = min(chunk, x.size)
     rows = jnp.pad(x, (0, -x.size % chunk)).reshape(-1, chunk)
-    norms = comm.all_reduce(jnp.sum(jnp.abs(rows.astype(jnp.float32)), axis=1))
+    # Means, which fit 16 bits wherever the numbers do.
+    norms = comm.all_reduce(jnp.mean(jnp.abs(rows.astype(jnp.float32)), axis=1))
     # What is not finite is sent before all else, NaN too, or it would stay for ever.
     _, places = jax.lax.top_k(jnp.where(jnp.isfinite(norms), norms, jnp.inf), math.ceil(share * len(rows)))
     sums = comm.all_reduce(rows[places].reshape(-1)).reshape(-1, chunk)

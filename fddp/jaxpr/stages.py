@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from fddp.jax_internals import ClosedJaxpr, Jaxpr, Literal, Var, acts, jaxpr_as_fun, make_program
+from fddp.jax_internals import ClosedJaxpr, Jaxpr, Literal, Var, acts, inner_programs, jaxpr_as_fun, make_program
 from fddp.jaxpr.equations import cheap, straighten
+
+PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 
 @dataclass(frozen=True)
@@ -113,18 +115,18 @@ def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
 
 
 def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
-    """Whether some outputs of a program need work that no other output needs.
+    """Whether some outputs of a program need products or loops that no other output needs.
 
     Args:
       closed: the program.
       outputs: numbers of outputs.
 
     Returns:
-      Whether there is an equation for them alone that costs something.
+      Whether there is a product or a loop for them alone.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> program = jax.make_jaxpr(lambda x: ((y := jnp.sin(x)), 2 * y, jnp.cos(y)))(1.0)
+      >>> program = jax.make_jaxpr(lambda x: ((y := jnp.sin(x)), jnp.cos(y), jnp.dot(y, y)))(jnp.ones(3))
       >>> take_more(program, [1]), take_more(program, [2])
       (False, True)
     """
@@ -135,7 +137,7 @@ def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
     maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     # What only acts is at home in the last group.
     _, alone, _ = _homes(jaxpr, [others, these, []], maker)
-    return not all(cheap(jaxpr.eqns[at]) for at in alone)
+    return any(jaxpr.eqns[at].primitive.name in PRODUCTS or inner_programs(jaxpr.eqns[at]) for at in alone)
 
 
 def _when(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> dict[Var, int]:

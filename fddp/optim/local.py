@@ -41,15 +41,25 @@ class LocalSteps:
     fragments: int
     delay: int
     mix: float
+    met: list[int] = field(default_factory=lambda: [0, 0], repr=False, compare=False)
+    """After how many steps alone replicas synchronized last, and do so next, where `every` is a function."""
+
+    def __repr__(self) -> str:
+        """Equal on ranks that were given the same: functions by their names."""
+        every = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
+        rest = ", ".join(f"{name}={getattr(self, name)}" for name in ("start", "fragments", "delay", "mix"))
+        return f"LocalSteps(every={every}, {rest})"
 
     def init(self, params: Any) -> LocalState:
         """What both optimizers begin with."""
         return LocalState(params, self.outer.init(params), self.inner.init(params), jnp.zeros(self.fragments))
 
-    def update(self, updates: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
-        """One of the inner optimizer's steps."""
-        updates, inner = optax.with_extra_args_support(self.inner).update(updates, state.inner, params, **extra)
-        return updates, state._replace(inner=inner)
+    def update(self, *args: Any, **extra: Any) -> Any:
+        """There is none: what replicas do alone and together is a step's."""
+        raise TypeError(
+            "fddp.local_steps is not a part of another optimizer: give train_step local_steps(optimizer, …) itself, "
+            "with chains, scales and other wrappers inside of it."
+        )
 
     def sends(self, number: int) -> int | None:
         """Which fragment a step synchronizes.
@@ -70,11 +80,12 @@ class LocalSteps:
 
     def _meets(self, alone: int) -> bool:
         """Whether so many steps end with a synchronization, where a schedule says how many come between two."""
-        at = 0
-        while at < alone:
-            between = self.every(self.start + at)  # pyright: ignore[reportCallIssue]
-            at += check_whole("every(step)", between, 1)
-        return at == alone
+        if alone <= self.met[0]:
+            self.met[:] = [0, 0]
+        while self.met[1] < alone:
+            between = self.every(self.start + self.met[1])  # pyright: ignore[reportCallIssue]
+            self.met[:] = [self.met[1], self.met[1] + check_whole("every(step)", between, 1 + self.delay)]
+        return self.met[1] == alone
 
 
 Optimizer: TypeAlias = optax.GradientTransformation | LocalSteps
@@ -106,7 +117,8 @@ def local_steps(
       fragments: parts of the parameters that are synchronized in turn, spread over the `every` steps: groups of the
         plan's buckets. A count in the outer optimizer counts each of them.
       delay: 1: a fragment leaves with the next step, travels beside its forward and backward pass and is used at its
-        end; 0: a step waits for what it has made.
+        end, when a replica keeps of this very step as much as of its own parameters (`mix`); 0: a step waits for what
+        it has made.
       mix: how much of its own parameters a replica keeps when new ones come, 0 (none) to 1.
 
     Returns:
@@ -142,6 +154,8 @@ def local_steps(
             f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where a fragment takes "
             "longer than a step, give more fragments."
         )
+    if not callable(every) and every <= delay:
+        raise ValueError(f"delay={delay} needs more than one step between two synchronizations, got every={every}.")
     if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix <= 1:
         raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
     if fragments > 1 and (callable(every) or fragments > every):

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from fddp.optim.layout import map_state, masked
-from fddp.optim.local import Optimizer
+from fddp.optim.local import LocalSteps, Optimizer
 
 # What optax's transformations call functions that compute the loss, or its gradients, at other parameters.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -88,6 +88,11 @@ def check_needs(optimizer: Optimizer, params: Any = None) -> None:
     Raises:
       TypeError: it asks for a function of the loss, as line searches do, or for the gradient of each example.
     """
+    for part in (optimizer.inner, optimizer.outer) if isinstance(optimizer, LocalSteps) else (optimizer,):
+        _check_needs(part, params)
+
+
+def _check_needs(optimizer: optax.GradientTransformation, params: Any) -> None:
     if params is None:
         made_up: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("w", (3, 2)), ("b", (3,)))}
         # With these `lookahead` works too, given the gradients of one half.

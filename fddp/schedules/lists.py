@@ -117,7 +117,7 @@ def _as_made(
         groups.append([])  # no message waits for what is not in it
     groups[-1] += kept
     title = "stage" if one.kind == "compute" else one.name
-    return _stages(title, one.kind, closed, given, made, groups, {before + k: k for k in range(count)})
+    return _stages(title, one.kind, closed, given, made, groups, {before + k: k + 1 for k in range(count)})
 
 
 def _in_turn(

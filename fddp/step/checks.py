@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import BucketPlan
+from fddp.buckets import BucketPlan, is_shard
 from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
@@ -30,8 +30,10 @@ def check_arrays(params: Any) -> None:
     leaves = jax.tree.leaves(params)
     if not leaves:
         raise ValueError(f"params holds no arrays: got {params!r}.")
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_shard):
         name = f"params{jax.tree_util.keystr(path)}"
+        if is_shard(x):
+            raise TypeError(f"{name} is held apart by the replicas, {x!r}: give step.init(fddp.whole(params)).")
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -156,17 +156,21 @@ class Local:
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
             new, info, weight = self._trained(state, shards, kept) if self.steps.delay else drop_replica_dim(kept)
+            # With a delay this step's own is not among what was sent.
+            left = weight - _own(join(state, shards)).opt_state.weight if self.steps.delay else jnp.zeros_like(weight)
             local, new = self._landed(plan, fragment, state.opt_state, new, messages)
             carried = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
             of_each = jnp.zeros(len(self.plan.messages), jnp.uint32).at[np.array(numbers)].add(carried[: len(numbers)])
             info = info._replace(sent=of_each.at[-1].add(jnp.sum(carried[len(numbers) :], dtype=jnp.uint32)))
-            return self._held(local, (new, info, weight.at[fragment].set(0)))
+            return self._held(local, (new, info, weight.at[fragment].set(left[fragment])))
 
         return Pieces((Round("backward", GIVEN, backward, sums, "compute"),), finish)
 
     def _contributed(self, view: TrainState, pending: Any, rows: Any) -> Any:
         """Gradients and what goes with them; whether this replica still has data, where that may end."""
         sums: Any
+        # Who has no more data counts for nothing, whatever the others divide by.
+        rows = rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
         sums, kept = self._solo.local(lambda grads, tail: (grads, tail), view, pending, rows)  # type: ignore
         active = sums[1][1].weight > 0 if isinstance(rows, Joined) else None
         return add_replica_dim((sums, active)), kept
@@ -182,7 +186,9 @@ class Local:
             held = (new.params, new.opt_state, new.model_state), (view.params, view.opt_state, view.model_state)
             params, opt_state, model_state = jax.tree.map(partial(jnp.where, active), *held)
             new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
-        return new, info, weight + (sums[1][1].weight / scale_of(view.opt_state)).astype(weight.dtype)
+        trained_on = sums[1][1].weight / scale_of(view.opt_state)
+        trained_on = trained_on if info.skipped is None else jnp.where(info.skipped, 0, trained_on)
+        return new, info, weight + trained_on.astype(weight.dtype)
 
     def _unpacked(self, sums: Any) -> tuple[list[Any], Any]:
         grads, tail = sums
@@ -193,7 +199,7 @@ class Local:
         view, _, weights = trained
         weight, travels = weights[fragment], self._travels(plan)
         changes = jax.tree.map(
-            lambda goes, old, new: weight.astype(old.dtype) * (old - new) if goes else None,
+            lambda goes, old, new: (weight * (old - new)).astype(old.dtype) if goes else None,
             travels,
             local.shared,
             self.replica.trained(view.params),
@@ -209,7 +215,7 @@ class Local:
         weight, travels = jnp.where(weight == 0, 1, weight), self._travels(plan)
         came = iter(x for x in plan.treedef.flatten_up_to(unpack(plan, buckets)) if x is not None)
         grads = jax.tree.map(
-            lambda goes, x: next(came) / weight.astype(x.dtype) if goes else jnp.zeros_like(x), travels, local.shared
+            lambda goes, x: (next(came) / weight).astype(x.dtype) if goes else jnp.zeros_like(x), travels, local.shared
         )
         shared, outer = update(self.steps.outer, grads, local.outer, local.shared, travels)
         mixed = jax.tree.map(
@@ -240,14 +246,18 @@ class Local:
 
     def _fragment(self, fragment: int) -> tuple[list[int], BucketPlan, tuple[Reduction, ...]]:
         """Numbers of a fragment's buckets, a plan of them alone, and how they are summed."""
-        ends = list(accumulate(bucket.nbytes for bucket in self.plan.buckets))
-        middles = [end - bucket.nbytes / 2 for end, bucket in zip(ends, self.plan.buckets)]
-        numbers = [k for k, at in enumerate(middles) if int(at * self.steps.fragments / ends[-1]) == fragment]
-        if not numbers:
+        count, ends = len(self.plan.buckets), [0, *accumulate(bucket.nbytes for bucket in self.plan.buckets)]
+        if count < self.steps.fragments:
             raise ValueError(
-                f"local_steps cannot make {self.steps.fragments} fragments of {len(self.plan.buckets)} buckets: give "
-                "fewer fragments, or a smaller bucket_cap_mb."
+                f"local_steps cannot make {self.steps.fragments} fragments of {count} "
+                f"bucket{'s' * (count > 1)}: give fewer fragments, or a smaller bucket_cap_mb."
             )
+        # Each begins where its share of the bytes does, and has a bucket at least.
+        begins = [0]
+        for k in range(1, self.steps.fragments):
+            nearest = min(range(count), key=lambda at: abs(ends[at] - k * ends[-1] / self.steps.fragments))
+            begins.append(min(max(nearest, begins[-1] + 1), count - self.steps.fragments + k))
+        numbers = list(range(begins[fragment], [*begins, count][fragment + 1]))
         hook = self.replica.options.hook
         plan = replace(self.plan, buckets=tuple(self.plan.buckets[k] for k in numbers))
         plan = place_scalars(plan, self.scalars, exact=hook is None)

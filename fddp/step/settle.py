@@ -17,6 +17,7 @@ from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_ap
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order
+from fddp.losses import Joined
 from fddp.optim import LocalState
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
@@ -142,7 +143,10 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
 
 
 def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
-    return replica.accumulate(own_view(state, shards) if replica.local_steps else state, pending, rows)
+    if not replica.local_steps:
+        return replica.accumulate(state, pending, rows)
+    rows = rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
+    return replica.accumulate(own_view(state, shards), pending, rows)
 
 
 def _whole_pieces(

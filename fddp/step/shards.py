@@ -49,7 +49,7 @@ def forms_in_shards(replica: Replica, trained: Any, opt_state: Any, model_state:
 
 
 def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
-    """Says what of an optimizer's state cannot be held in parts.
+    """Says what of a state cannot be held apart by the replicas.
 
     Args:
       replica: what one replica does.
@@ -57,12 +57,16 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
       params: the parameters that it trains, or their forms.
 
     Raises:
-      ValueError: its update needs whole leaves.
+      ValueError: an update needs whole leaves, or a hook has a memory, or there are two sets of parameters.
     """
     if replica.local_steps and jax.tree.leaves(replica.memory_form(params)):
         raise ValueError(
             f"{replica.options.hook} remembers things from step to step, and with fddp.local_steps not every step "
             "sends: take a hook without a memory."
+        )
+    if replica.local_steps and isinstance(params, optax.LookaheadParams):
+        raise ValueError(
+            "fddp.local_steps of one replica is Lookahead; give it no optax.lookahead, and plain parameters."
         )
     asked = f"shard={replica.options.shard!r}"
     if not replica.options.shard or isinstance(optimizer, LocalSteps):
@@ -98,7 +102,8 @@ def check_state(replica: Replica, state: TrainState) -> None:
     if bool(replica.local_steps) != isinstance(state.opt_state, LocalState):
         raise ValueError(
             f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
-            f"{'with' if replica.local_steps else 'without'} fddp.local_steps: begin with step.init(state.params)."
+            f"{'with' if replica.local_steps else 'without'} fddp.local_steps: begin with "
+            "step.init(fddp.whole(state.params))."
         )
     asked, held = replica.options.shard, (state.params, state.opt_state, state.model_state)
     got = [_kind(x) for x in jax.tree.leaves(held, is_leaf=is_shard)]

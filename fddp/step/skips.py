@@ -39,7 +39,7 @@ class Skips:
         self._going.append((number, info))
         while self._going and (len(self._going) > MOST or self._going[0][1].skipped.is_ready()):  # type: ignore
             number, info = self._going.popleft()
-            if _here(info.skipped)[0]:
+            if any(_here(info.skipped)):
                 self.count += 1
                 self._tell(group, plan, chosen(), number, info)
 

@@ -9,8 +9,8 @@ from fddp.losses import Pending
 
 
 class TrainState(NamedTuple):
-    """All that a step carries on: a pytree, equal on all replicas but for `hook_state`, `accumulated`, and buffers that
-    are not broadcast.
+    """All that a step carries on: a pytree, equal on all replicas but for `hook_state`, `accumulated`, buffers that are
+    not broadcast, and what lies in a `Shard`: parts of one array, or under `fddp.local_steps` copies of their own.
 
     A step writes the next state where the one that it is given lies, unless it has `donate=False`: whatever else still
     holds arrays of that state (a Flax module, say) then holds deleted ones, and has to copy them before.
@@ -32,7 +32,8 @@ class TrainState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What a step tells: the same on every rank after a step, this process's own rows' after `no_sync`."""
+    """What a step tells: the same on every rank after a step, of this process's first replica after `no_sync` and where
+    `fddp.local_steps` lets replicas train alone."""
 
     loss: Float[Array, ""]
     aux: Any = None

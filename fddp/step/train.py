@@ -122,7 +122,9 @@ class TrainStep:
         return state._replace(params=held, opt_state=opt_state, model_state=buffers, hook_state=memory)
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Adds a batch's gradients locally and sends nothing; the next `step(state, batch)` synchronizes the lot.
+        """Adds a batch's gradients locally and sends none; the next `step(state, batch)` synchronizes the lot.
+
+        With `shard="state"` it gathers the parameters, so that every rank has to call it.
 
         Args:
           state: from `init` or the last step.

@@ -1,7 +1,9 @@
 """A state that replicas hold apart, put together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import jax
@@ -43,7 +45,9 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
     if not any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)):
         return tree
     own = group_of("whole", group)
-    return jax.tree.map(lambda x: _whole(own, x) if is_shard(x) else x, tree, is_leaf=is_shard)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+    whole = iter(_whole(own, [x for x in leaves if is_shard(x)]))
+    return treedef.unflatten([next(whole) if is_shard(x) else x for x in leaves])
 
 
 def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
@@ -64,29 +68,35 @@ def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
     return replace(like, parts=jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__))
 
 
-def _whole(group: Group, shard: Shard) -> Any:
-    parts: Any = shard.parts
-    if isinstance(parts, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shard.shape, parts.dtype)
-    if isinstance(parts, Tracer) and group.axis_name is None:
+def _whole(group: Group, shards: Sequence[Shard]) -> Sequence[Any]:
+    parts, forms = [x.parts for x in shards], tuple((x.shape, x.copies) for x in shards)
+    if isinstance(parts[0], jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(x.shape, x.parts.dtype) for x in shards]
+    traced = isinstance(parts[0], Tracer)
+    if traced and group.axis_name is None:
         raise TypeError("backend 'mpi' has no mesh, over which XLA could gather: call fddp.whole outside of jax.jit.")
-    if isinstance(parts, Tracer):
-        return _joined(parts, shard.shape, shard.copies)
+    if traced:
+        return _joined(parts, forms)
     parts = group.placement.place(parts, group.placement.per_replica)
     if group.axis_name is None:
-        rows: Any = jnp.asarray(group.all_gather(np.asarray(parts)))
-        return group.placement.place(_joined(rows, shard.shape, shard.copies), REPLICATED)
-    return _gathering(parts.sharding.mesh)(parts, shard.shape, shard.copies)
+        rows = [jnp.asarray(group.all_gather(np.asarray(x))) for x in parts]
+        return group.placement.place(_joined(rows, forms), REPLICATED)
+    # In one program: several at once, on devices that share cores, would wait for each other.
+    return jax.block_until_ready(_gathering(parts[0].sharding.mesh)(parts, forms))
 
 
-def _joined(parts: jax.Array, shape: tuple[int, ...], copies: bool) -> jax.Array:
-    if not copies:
-        return of_rows(parts, shape)
-    each = parts.reshape(-1, *shape)
+def _joined(parts: Sequence[jax.Array], forms: Sequence[tuple[tuple[int, ...], bool]]) -> list[jax.Array]:
+    return [_mean(x, shape) if copies else of_rows(x, shape) for x, (shape, copies) in zip(parts, forms)]
+
+
+def _mean(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Of copies; of whole numbers the first."""
+    size = prod(shape)
+    each = parts.reshape(parts.size // size, *shape) if size else jnp.zeros((1, *shape), parts.dtype)
     return jnp.mean(each, axis=0).astype(each.dtype) if jnp.issubdtype(each.dtype, jnp.inexact) else each[0]
 
 
 @cache
 def _gathering(mesh: Any) -> Any:
     """A program for each mesh, not for each call."""
-    return jax.jit(_joined, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, REPLICATED))
+    return jax.jit(_joined, static_argnums=1, out_shardings=NamedSharding(mesh, REPLICATED))

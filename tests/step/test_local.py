@@ -191,6 +191,8 @@ def test_a_schedule_says_when_to_synchronize(group: Groups):
         state, info = step(state, ROWS[k].astype(np.float32))
         sent.append(bool(info.sent.sum()))
     assert sent == [True] * 4 + [False, False, True] * 2 + [False]
+    # Ranks compare what they were given by its name.
+    assert repr(fddp.local_steps(optax.sgd(0.1), every=abs)).startswith("LocalSteps(every=abs, start=0")
 
 
 def test_a_replica_weighs_as_much_as_it_has_trained_on(group: Groups, x64: None):
@@ -270,10 +272,12 @@ def test_who_has_no_more_data_stays_as_he_was(group: Groups, x64: None):
     state, _ = step(state, fddp.Joined(rows, np.ones(4), np.ones(4)))
     gone = np.array([1.0, 1, 0, 0])
     before = each(state.params)
-    after, _ = step(jax.tree.map(jnp.copy, state), fddp.Joined(rows, gone, gone))
-    after = each(after.params)
-    np.testing.assert_array_equal(after["w"][1], before["w"][1])
-    assert np.all(after["w"][0] != before["w"][0])
+    for divisor in (gone, np.ones(4)):  # whether the others divide by all replicas, or by those that are left
+        after, _ = step(jax.tree.map(jnp.copy, state), fddp.Joined(rows, gone, divisor))
+        assert each(after.opt_state.weight).tolist() == [[2], [1]]
+        after = each(after.params)
+        np.testing.assert_array_equal(after["w"][1], before["w"][1])
+        assert np.all(after["w"][0] != before["w"][0])
 
 
 def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups, tmp_path: Path):
@@ -321,11 +325,21 @@ def test_what_does_not_go_with_it_is_refused(group: Groups):
         ({"delay": 2}, "delay must be 0 or 1, got 2"),
         ({"mix": 1.5}, "mix must be a number from 0 to 1, got 1.5"),
         ({"every": 2, "fragments": 3}, "no more than every"),
+        ({"delay": 1}, "delay=1 needs more than one step between two synchronizations, got every=1"),
     ):
         with pytest.raises(ValueError, match=message):
             fddp.local_steps(optax.sgd(0.1), **wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="outer must be one of optax's optimizers, got float"):
         fddp.local_steps(optax.sgd(0.1), outer=0.7)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="not a part of another optimizer"):
+        nested: Any = fddp.local_steps(optax.sgd(0.1))
+        step = fddp.train_step(loss_fn, fddp.dynamic_scale(nested), group=group(2))
+        step(step.init(params), ROWS[0].astype(np.float32))
+    with pytest.raises(TypeError, match="held apart by the replicas"):
+        step = make()
+        step.init(step.init(params).params)
+    with pytest.raises(TypeError, match="asks for value_fn"):
+        make(local={"outer": optax.lbfgs(0.1)})
     with pytest.raises(TypeError, match="one of local_steps itself"):
         fddp.local_steps(fddp.local_steps(optax.sgd(0.1)))  # pyright: ignore[reportArgumentType]
     plain = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2))
@@ -336,3 +350,29 @@ def test_what_does_not_go_with_it_is_refused(group: Groups):
     other = fddp.train_step(loss_fn, fddp.local_steps(optax.adam(0.1)), group=group(3))
     with pytest.raises(ValueError, match=r"not in shards of 3 replicas, as a step with fddp\.local_steps has it"):
         other(make().init(params), ROWS[0].astype(np.float32))
+
+
+def test_changes_of_16_bits_bear_large_weights(group: Groups):
+    def loss(w: Any, x: Any) -> Any:
+        return fddp.Weighted(jnp.mean((x - w.astype(jnp.float32)) ** 2), 3000.0)
+
+    step = fddp.train_step(loss, fddp.local_steps(optax.sgd(0.1), every=4), group=group(2))
+    state = step.init(jnp.zeros((), jnp.float16))
+    for _ in range(4):
+        state, _ = step(state, np.ones(2, np.float32))
+    np.testing.assert_allclose(np.float32(state.opt_state.shared), 1 - 0.8**4, rtol=1e-2)
+
+
+def test_who_skips_a_step_does_not_weigh_in_with_it(group: Groups):
+    optimizer = fddp.local_steps(optax.sgd(0.5), every=2)
+    step = fddp.train_step(lambda w, x: jnp.mean(w * x), optimizer, group=group(2), skip_nonfinite=True)
+    state, _ = step(step.init(np.float32(0)), np.array([1, np.inf], np.float32))
+    state, _ = step(state, np.array([1, 1], np.float32))
+    # -1 after two steps, -0.5 after one.
+    np.testing.assert_allclose(state.opt_state.shared, (2 * -1 + 1 * -0.5) / 3, rtol=1e-6)
+
+
+def test_leaves_without_elements_are_put_together_too(group: Groups):
+    step = fddp.train_step(lambda p, x: jnp.mean((x - p["w"]) ** 2), fddp.local_steps(optax.adam(0.1)), group=group(2))
+    state, _ = step(step.init({"w": np.float32(0), "none": np.zeros((0, 3), np.float32)}), np.ones(2, np.float32))
+    assert fddp.whole(state, group=group(2)).params["none"].shape == (0, 3)

@@ -281,9 +281,9 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     names = {f"gather {k}": bucket.names[0] for k, bucket in enumerate(step.plan.buckets)}
     assert [names[name] for name in first] == ["embedding", "b", "a", "remat", "scanned"]
     # No stage waits for a message that it does not need.
-    stages = [task for task in listed.tasks if task.name.startswith("stage")][:5]
+    stages = [task for task in listed.tasks if task.name.startswith("stage")]
     waits = [{name for name in task.reads if name.startswith("whole")} for task in stages]
-    assert [max(waits[k]) for k in range(5)] == [f"whole {k}" for k in range(5)]
+    assert [max(some) for some in waits if some][:5] == [f"whole {k}" for k in range(5)]
 
 
 def test_what_cannot_be_cut_is_refused_by_name(group: Groups):

@@ -19,6 +19,8 @@ def carried(collectives: Sequence[Collective], sends: Sequence[Communicate]) -> 
       which keep the name of the first.
     """
     scopes = {scope(task): task.name for task in sends}
+    if not scopes:
+        return (None,) * len(collectives)
     named = re.compile(rf"\b({'|'.join(scopes)})\b")
 
     def name(collective: Collective) -> str | None:

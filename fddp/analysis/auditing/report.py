@@ -155,7 +155,7 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
     if there is not None:
         step = step.on(there.group())
         state, batch = jax.tree.map(_shape, (state, batch))
-        state = step.shapes(whole_forms(state.params), model_state=state.model_state, rng=state.rng)
+        state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)
     module = parse(step.lower(state, batch).compile().as_text() or "")
     collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
@@ -208,7 +208,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def _problems(audit: Audit) -> Iterator[str]:
     collectives = audit.collectives
     if not collectives:
-        yield "nothing is sent: this step has one replica, so there is no traffic to hide."
+        yield "nothing is sent: this step has one replica, or its replicas train alone, so there is no traffic to hide."
         return
     for k, collective in enumerate(collectives):
         if merged(collective):
@@ -240,7 +240,8 @@ def _problems(audit: Audit) -> Iterator[str]:
 
 def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
     """Traffic with nothing under it: of the last bucket that is in the nature of things."""
-    gathers = [k for k in sent if str(audit.carries[k]).startswith("gather")]
+    asynchronous = audit.where != "cpu"  # there nothing is, whatever it carries
+    gathers = [k for k in sent if str(audit.carries[k]).startswith("gather") and asynchronous]
     bare, sent = [k for k in gathers if not audit.collectives[k].heavy], [k for k in sent if k not in gathers]
     if bare and bare == gathers and min(sent) < min(gathers):
         yield (
