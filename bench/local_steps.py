@@ -84,7 +84,7 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
         **{f"DiLoCo, {k}": {"local": {"every": k, "outer": NESTEROV}} for k in (8, 32, 128)},
         "streaming DiLoCo, 32": {
             "local": {"every": 32, "outer": NESTEROV, "fragments": 3, "delay": 1, "mix": 0.5},
-            "bucket_cap_mb": 0.01,
+            "bucket_cap_mb": 0,
         },
         "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},
         "top-k, 1 %": {"hook": hooks.starting(steps // 10, hooks.topk(0.01))},
