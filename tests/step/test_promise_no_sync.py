@@ -156,7 +156,7 @@ def test_xla_puts_no_collective_into_no_sync_either(group):
     first = step.init(jax.tree.map(np.float32, PARAMS), model_state=np.zeros(3, np.float32), rng=jax.random.key(0))
     second, _ = step.no_sync(first, rows)
     for state in (first, second):
-        held = step.settled.accumulate.lower(state._replace(accumulated=None), state.accumulated, rows)
+        held = step.settled.accumulate.lower(state._replace(accumulated=None), [], state.accumulated, rows)
         text = held.compile().as_text() or ""
         assert " while(" in text and not MESSAGE.search(text)
     assert MESSAGE.search(step.lower(second, rows).compile().as_text() or "")

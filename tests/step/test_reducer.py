@@ -222,7 +222,7 @@ def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
     step = fddp.train_step(net_loss, optax.sgd(0.1), group=group(4))
     state = step.init(PARAMS)
     state, _ = step.no_sync(state, BATCH)
-    held = step.settled.accumulate.lower(state._replace(accumulated=None), state.accumulated, BATCH)
+    held = step.settled.accumulate.lower(state._replace(accumulated=None), [], state.accumulated, BATCH)
     assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(held))
     # And what it left adds nothing to what the next step sends.
     assert len(all_reduces(compiled(step.lower(state, BATCH)))) == len(step.plan.buckets)
