@@ -69,7 +69,7 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
     task = problem(name, seed=group.rank)
     ways = {way: training(task, group, *options) for way, options in WAYS.items()}
     taken: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
-    for turn in range(-1, rounds):
+    for turn in range(-2, rounds):  # with a delay the first fragment leaves in the second
         for way, run in ways.items():
             for _ in range(EVERY):
                 group.barrier()

@@ -86,6 +86,8 @@ def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
     if more or less:
         pending = any(_part(name) == "accumulated" for name in saved.leaves) and like.accumulated is None
         advice = "; its gradients were pending: give a state that step.no_sync returned" if pending else ""
+        if before != group.size and any(is_shard(x) and x.copies for x in named.values()):
+            advice += f"; replicas that train alone (fddp.local_steps) go on where there are as many, {before}"
         raise ValueError(
             f"the checkpoint of step {saved.number} is of another training: it has "
             f"{shortened(more) or 'nothing else'}, and lacks {shortened(less) or 'nothing'}{advice}."
