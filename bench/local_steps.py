@@ -178,11 +178,13 @@ def picture(results: dict[str, Any]) -> Path:
     """Test loss over bytes, with the range over seeds."""
     sheet, axes = figure(len(results))
     for axis, (name, found) in zip(np.atleast_1d(axes), results.items()):
-        for method, told in found["methods"].items():
-            losses = np.array(told["test_loss"])
+        families = list(dict.fromkeys(method.split(",")[0] for method in found["methods"]))
+        for k, (method, told) in enumerate(found["methods"].items()):
+            losses, family = np.array(told["test_loss"]), families.index(method.split(",")[0])
             low, high = losses.mean() - losses.min(), losses.max() - losses.mean()
-            axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], fmt="o", capsize=3, label=method)
-        axis.set(xscale="log", xlabel="MiB sent by each replica", ylabel="test loss", title=name)
+            look = {"fmt": "osD^"[k % 4], "color": f"C{family}", "capsize": 3}
+            axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], label=method, **look)
+        axis.set(xscale="log", yscale="log", xlabel="MiB sent by each replica", ylabel="test loss", title=name)
         axis.legend(fontsize=6, ncols=2)
     return save_picture("local_steps", sheet, dpi=150)
 
