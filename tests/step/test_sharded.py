@@ -272,11 +272,11 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
         step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), **options)
         state = step.init(params)
         for _ in range(3):
-            state, _ = step(state, np.arange(8) % 10)
+            state, _ = step(state, np.arange(8, dtype=np.int32))
         ends.append(fddp.whole(state, group=group(2)).params)
     # What is kept in 16 bits, and what is not rounded inside a stage, depends on where a program is cut.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *ends)
-    listed = step.tasks(state, np.arange(8) % 10)
+    listed = step.tasks(state, np.arange(8, dtype=np.int32))
     first = [task.name for task in listed.messages][:5]
     names = {f"gather {k}": bucket.names[0] for k, bucket in enumerate(step.plan.buckets)}
     assert [names[name] for name in first] == ["embedding", "b", "a", "remat", "scanned"]
