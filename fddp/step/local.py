@@ -37,7 +37,7 @@ from fddp.losses import Joined
 from fddp.optim import LocalState, LocalSteps, scale_of, update
 from fddp.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.buffers import average
-from fddp.step.replica import Replica, with_trained
+from fddp.step.replica import Replica, by_bucket, with_trained
 from fddp.step.state import Mean, StepInfo, TrainState
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
@@ -100,6 +100,11 @@ def own_view(state: TrainState, shards: Any) -> TrainState:
     return held._replace(opt_state=held.opt_state.inner)
 
 
+def own_rows(rows: Any) -> Any:
+    """Rows as a replica counts them that trains alone: without data for nothing, whatever the others divide by."""
+    return rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
+
+
 @dataclass(frozen=True)
 class Local:
     """Such a step, from one replica's point of view."""
@@ -159,7 +164,7 @@ class Local:
             # With a delay this step's own is not among what was sent.
             left = weight - _own(join(state, shards)).opt_state.weight if self.steps.delay else jnp.zeros_like(weight)
             local, new = self._landed(plan, fragment, state.opt_state, new, messages)
-            carried = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
+            carried = by_bucket(plan, sent)
             of_each = jnp.zeros(len(self.plan.messages), jnp.uint32).at[np.array(numbers)].add(carried[: len(numbers)])
             info = info._replace(sent=of_each.at[-1].add(jnp.sum(carried[len(numbers) :], dtype=jnp.uint32)))
             return self._held(local, (new, info, weight.at[fragment].set(left[fragment])))
@@ -169,9 +174,7 @@ class Local:
     def _contributed(self, view: TrainState, pending: Any, rows: Any) -> Any:
         """Gradients and what goes with them; whether this replica still has data, where that may end."""
         sums: Any
-        # Who has no more data counts for nothing, whatever the others divide by.
-        rows = rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
-        sums, kept = self._solo.local(lambda grads, tail: (grads, tail), view, pending, rows)  # type: ignore
+        sums, kept = self._solo.local(lambda grads, tail: (grads, tail), view, pending, own_rows(rows))  # type: ignore
         active = sums[1][1].weight > 0 if isinstance(rows, Joined) else None
         return add_replica_dim((sums, active)), kept
 

@@ -102,9 +102,7 @@ class Replica:
         model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, kept)
         used = None if used is None else _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
-        # Whatever leads, bucket k's bytes are number k.
-        sent = jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
-        return Mean(grads, means.loss, means.aux, model_state, sent, used, drop_replica_dim(broken))
+        return Mean(grads, means.loss, means.aux, model_state, by_bucket(plan, sent), used, drop_replica_dim(broken))
 
     def plan(self, params: Any, order: Sequence[int], *, dtype: Any = np.float32, early: bool = False) -> BucketPlan:
         """The buckets of the trained leaves in this order; those without elements have nothing to send."""
@@ -184,6 +182,11 @@ class Replica:
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
         return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index())
+
+
+def by_bucket(plan: BucketPlan, sent: Array) -> Array:
+    """The bytes of each message of a plan, bucket k's at number k, whatever leads."""
+    return jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
 
 
 def with_trained(params: Any, trained: Any) -> Any:

@@ -17,11 +17,10 @@ from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_ap
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order
-from fddp.losses import Joined
 from fddp.optim import LocalState
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
-from fddp.step.local import Local, local_runner, own_view
+from fddp.step.local import Local, local_runner, own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.sharded import sharded_pieces
@@ -145,8 +144,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
 def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
     if not replica.local_steps:
         return replica.accumulate(state, pending, rows)
-    rows = rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
-    return replica.accumulate(own_view(state, shards), pending, rows)
+    return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
 
 
 def _whole_pieces(

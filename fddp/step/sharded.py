@@ -42,7 +42,7 @@ from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import Follows, Kind, Same, on_parts, spread
 from fddp.optim import kinds_of_state
 from fddp.schedules import Pieces, Round
-from fddp.step.replica import Replica
+from fddp.step.replica import Replica, by_bucket
 from fddp.step.state import Mean, StepInfo, TrainState
 
 # (state, mean) -> (next state, what the step tells), of whole arrays
@@ -191,8 +191,7 @@ class Parts:
 
     def sent(self, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> UInt32[Array, " messages"]:
         """The bytes of each bucket, there and back; at the end what travels alone."""
-        alone = self.plan.messages[0].bucket is None
-        return (jnp.roll(of_scatters, -1) if alone else of_scatters).at[np.array(order, int)].add(of_gathers)
+        return by_bucket(self.plan, of_scatters).at[np.array(order, int)].add(of_gathers)
 
     def _came(self, messages: Messages) -> tuple[list[Any], Any]:
         buckets, tail = take_tail(self.of_parts, messages)

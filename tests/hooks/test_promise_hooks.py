@@ -35,6 +35,9 @@ LOSSY = {
 }
 
 
+DEFAULTS = [hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.chunks(), hooks.powersgd(start_step=0)]
+
+
 def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -> tuple[list[np.ndarray], Any]:
     """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what it remembers."""
     replicas = group(REPLICAS)
@@ -92,14 +95,7 @@ def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
 
 def test_integers_stay_integers(group):
     rows = np.full((REPLICAS, 3), 4097, np.int32)
-    for hook in (
-        hooks.bf16(),
-        hooks.fp16(),
-        hooks.quantize(),
-        hooks.topk(0.2),
-        hooks.chunks(),
-        hooks.powersgd(start_step=0),
-    ):
+    for hook in DEFAULTS:
         ((total,), _) = reduced(group, hook, rows)
         assert (total.dtype, total.tolist()) == (np.int32, [4097 * REPLICAS] * 3)
 
@@ -110,14 +106,7 @@ def test_more_bytes_than_are_counted_are_told_as_the_most():
 
 def test_complex_and_whole_numbers_are_not_harmed(group):
     rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(np.complex64)
-    for hook in (
-        hooks.bf16(),
-        hooks.fp16(),
-        hooks.quantize(),
-        hooks.topk(0.2),
-        hooks.chunks(),
-        hooks.powersgd(start_step=0),
-    ):
+    for hook in DEFAULTS:
         ((total,), _) = reduced(group, hook, rows)
         np.testing.assert_array_equal(total, rows.sum(0))
 
