@@ -16,6 +16,7 @@ from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
+from fddp.comm.communicator import mpi_word as mpi_word
 from fddp.comm.group import Group as Group
 from fddp.comm.journal import BETWEEN as BETWEEN
 from fddp.comm.journal import FAILED as FAILED
@@ -40,3 +41,6 @@ from fddp.comm.recovery import poll as poll
 from fddp.comm.rotation import round_robin as round_robin
 from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
+from fddp.comm.tree import block_of as block_of
+from fddp.comm.tree import merges as merges
+from fddp.comm.tree import tree_reduce as tree_reduce

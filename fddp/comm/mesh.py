@@ -15,6 +15,7 @@ from fddp.comm.group import Group
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, held_alike, placed, placed_alike
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
+from fddp.comm.tree import tree_reduce
 from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
 
 AXIS = "replica"
@@ -154,6 +155,11 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
             return rows
         return place(rows, per_replica)
 
+    def together(arrays: Sequence[Any], where: PartitionSpec) -> Any:
+        (first, *more), times = arrays[0].shape or (1,), 1 if where == REPLICATED else mesh.shape[axis_name]
+        shape = (times * first, *more) if arrays[0].shape else ()
+        return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
+
     return Placement(
         axis_name=axis_name,
         per_replica=per_replica,
@@ -165,6 +171,8 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         program=program,
         place=place,
         holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
+        each=lambda x: tuple(shard.data for shard in x.addressable_shards),
+        together=together,
         feed=feed,
     )
 
@@ -180,9 +188,15 @@ def mesh_transport(placement: Placement, communicator: Communicator) -> Transpor
       The transport.
     """
 
-    def blocking(f: Callable[[jax.Array], jax.Array], out: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
-        program = placement.program(f, (placement.per_replica,), out)
-        return lambda x: jax.block_until_ready(program(x)) if communicator.size > 1 else x
+    def blocking(
+        f: Callable[[jax.Array], jax.Array], out: PartitionSpec, blocks: int = 1
+    ) -> Callable[[jax.Array], jax.Array]:
+        program, alone = placement.program(f, (placement.per_replica,), out), communicator.size * blocks == 1
+        return lambda x: x if alone else jax.block_until_ready(program(x))
+
+    @functools.cache
+    def in_tree(blocks: int) -> Callable[[jax.Array], jax.Array]:
+        return blocking(lambda x: tree_reduce(communicator, x, blocks), REPLICATED, blocks)
 
     return Transport(
         all_reduce=blocking(communicator.all_reduce, REPLICATED),
@@ -190,6 +204,7 @@ def mesh_transport(placement: Placement, communicator: Communicator) -> Transpor
             lambda x: communicator.reduce_scatter(x.reshape(communicator.size, -1)), placement.per_replica
         ),
         all_gather=blocking(lambda x: communicator.all_gather(x).reshape(-1), REPLICATED),
+        tree_reduce=lambda x, blocks: in_tree(blocks)(x),
     )
 
 

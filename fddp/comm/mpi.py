@@ -17,6 +17,7 @@ from fddp.comm.group import Group
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed_alike
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
+from fddp.comm.tree import parts_for_each, sum_of_parts
 
 MESSAGES = 4
 FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
@@ -84,6 +85,8 @@ def mpi_placement() -> Placement:
         program=program,
         place=place,
         holds=partial(held_alike, here),
+        each=lambda x: (x,),
+        together=lambda arrays, spec: arrays[0],
         feed=lambda rows: rows,
     )
 
@@ -135,7 +138,17 @@ def mpi_transport(comm: Any) -> Transport:
         wait_for([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8))])
         return jax.device_put(received, device)
 
-    return Transport(all_reduce, reduce_scatter, all_gather)
+    def tree_reduce(x: jax.Array, blocks: int) -> jax.Array:
+        if comm.size == 1:
+            return x
+        sent = jax.device_get(for_each(x, blocks))
+        received = like(sent.reshape(-1)).reshape(sent.shape)
+        wait_for([comm.Ialltoall(sent.view(np.uint8), received.view(np.uint8))])
+        return all_gather(added(jax.device_put(received, device), blocks))[: x.size // blocks]
+
+    for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)
+    added = jax.jit(sum_of_parts, static_argnums=1)
+    return Transport(all_reduce, reduce_scatter, all_gather, tree_reduce)
 
 
 def mpi_hosts(comm: Any) -> Hosts:

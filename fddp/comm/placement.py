@@ -43,6 +43,10 @@ class Placement(NamedTuple):
     """`place(tree, spec)`: this process's arrays (its own rows, for `per_replica`) as arguments of a program."""
     holds: Callable[[Sequence[Any]], bool]
     """Whether arrays lie where `place(arrays, REPLICATED)` would bring them, and have not been given away."""
+    each: Callable[[Any], tuple[Any, ...]]
+    """What each of this process's replicas has of an array: on its own device, for programs of that one alone."""
+    together: Callable[[Sequence[Any], PartitionSpec], Any]
+    """The inverse of `each`: one array of what each of this process's replicas has."""
     feed: Callable[[Any], Any]
     """This process's rows as arguments of one program; `place` is for what several programs read, and dearer."""
 

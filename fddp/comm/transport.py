@@ -19,6 +19,8 @@ class Transport(NamedTuple):
     """The same, cut into equal parts, of which each replica gets its own."""
     all_gather: Callable[[jax.Array], jax.Array]
     """What each has for itself, flat, one behind the other, on all of them."""
+    tree_reduce: Callable[[jax.Array, int], jax.Array]
+    """The sum of so many blocks of each, flat, one behind the other, in the tree of virtual replicas."""
     clones: "tuple[Transport, ...]" = ()
     """Transports whose collectives may run side by side, each message on the next; none: this one alone."""
 

@@ -26,6 +26,7 @@ def samples(
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
+    virtual_replicas: int | None = None,
     start_step: int = 0,
 ) -> Iterator[Int[np.ndarray, " local"]]:
     """The rows that one process reads, step by step and epoch after epoch, without end.
@@ -42,6 +43,8 @@ def samples(
       shuffle: whether an epoch is a permutation; else it is 0, 1, 2, …
       drop_last: whether rows that do not fill a batch are left out of their epoch; else the epoch's first rows are
         read once more to fill it, as often as it takes.
+      virtual_replicas: the step's, if it has them: each reads the same rows, in the same order, on any number of
+        processes. None: as many as there are processes.
       start_step: the step to begin with; the steps before it cost nothing.
 
     Returns:
@@ -58,13 +61,21 @@ def samples(
       [[1, 3], [0, 2], [1, 3]]
     """
     start = _whole("start_step", start_step, least=0)
-    steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last)
+    steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
 
     def walk() -> Iterator[Int[np.ndarray, " local"]]:
         first, done = divmod(start, steps)
         for epoch in count(first):
             share = epoch_samples(
-                rows, batch, epoch, rank=rank, size=size, seed=seed, shuffle=shuffle, drop_last=drop_last
+                rows,
+                batch,
+                epoch,
+                rank=rank,
+                size=size,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                virtual_replicas=virtual_replicas,
             )
             yield from share[done:] if epoch == first else share
 
@@ -81,11 +92,12 @@ def epoch_samples(
     seed: int = 0,
     shuffle: bool = True,
     drop_last: bool = False,
+    virtual_replicas: int | None = None,
 ) -> Int[np.ndarray, "steps local"]:
     """The rows that one process reads in one epoch.
 
     Args:
-      rows, batch, rank, size, seed, shuffle, drop_last: as for `samples`.
+      rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas: as for `samples`.
       epoch: which one, from 0 on.
 
     Returns:
@@ -100,15 +112,19 @@ def epoch_samples(
              [5, 7]])
     """
     epoch = _whole("epoch", epoch, least=0)
-    steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last)
+    steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
     rows, batch = int(rows), int(batch)  # narrow numbers of NumPy's overflow
     # Not seed + epoch, as torch has it: there, epoch 1 of seed 0 is epoch 0 of seed 1.
     order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
     # np.resize cuts, or begins again at the front as often as it takes.
-    return np.resize(order, (steps, batch))[:, rank::size]
+    dealt, replicas = np.resize(order, (steps, batch)), virtual_replicas or size
+    each = replicas // size
+    return np.hstack([dealt[:, number::replicas] for number in range(rank * each, (rank + 1) * each)])
 
 
-def _steps_per_epoch(rows: Any, batch: Any, rank: Any, size: Any, seed: Any, shuffle: Any, drop_last: Any) -> int:
+def _steps_per_epoch(
+    rows: Any, batch: Any, rank: Any, size: Any, seed: Any, shuffle: Any, drop_last: Any, virtual_replicas: Any
+) -> int:
     """Checks the arguments; how many batches they make of an epoch."""
     rows, batch, size = (_whole(*given, least=1) for given in (("rows", rows), ("batch", batch), ("size", size)))
     rank, _ = _whole("rank", rank, least=0), _whole("seed", seed, least=0)
@@ -117,6 +133,17 @@ def _steps_per_epoch(rows: Any, batch: Any, rank: Any, size: Any, seed: Any, shu
             raise TypeError(f"{name} must be True or False, got {choice!r}.")
     if rank >= size:
         raise ValueError(f"rank must be below size, {size}, got {rank}: ranks count from 0.")
+    replicas = size if virtual_replicas is None else _whole("virtual_replicas", virtual_replicas, least=1)
+    if replicas % size:
+        raise ValueError(
+            f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each process stands for equally "
+            f"many; give {replicas + -replicas % size}."
+        )
+    if batch % replicas and virtual_replicas is not None:
+        raise ValueError(
+            f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each reads equally many rows; "
+            f"give {batch + -batch % replicas}."
+        )
     if batch % size:
         raise ValueError(
             f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all processes, and each "

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fddp.buckets import BucketPlan, Message
-from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes
+from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes, tree_reduce
 from fddp.hooks.hook import GradBucket, Hook
 
 
@@ -30,11 +30,13 @@ class Reduction(NamedTuple):
     always."""
     carries: str = "loss and metrics"
     """What is in the message, for people."""
-    collective: Literal["all_reduce", "reduce_scatter", "all_gather"] = "all_reduce"
-    """What is done with it where nothing is to be applied: a sum, a part of the sum for each replica, or no sum but all
-    replicas' messages in a row."""
+    collective: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
+    """What is done with it where nothing is to be applied: a sum, a part of the sum for each replica, no sum but all
+    replicas' messages in a row, or the sum in the tree of virtual replicas."""
     replicas: int = 1
     """How many there are, where a part is made or parts are gathered."""
+    blocks: int = 1
+    """How many numbers of each replica are added for one of the sum, in the tree of virtual replicas."""
 
     @property
     def title(self) -> str:
@@ -43,8 +45,8 @@ class Reduction(NamedTuple):
 
     def back(self, message: Any) -> jax.ShapeDtypeStruct:
         """The form of what comes back of a message of one replica."""
-        parts = {"all_reduce": (1, 1), "reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
-        times, share = parts[self.collective]
+        parts = {"reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
+        times, share = parts.get(self.collective, (1, self.blocks))
         return jax.ShapeDtypeStruct((message.shape[0] * times // share,), message.dtype)
 
 
@@ -100,6 +102,7 @@ def summed(
         "all_reduce": lambda comm, x: comm.all_reduce(x),
         "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
         "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
+        "tree_reduce": lambda comm, x: tree_reduce(comm, x, reduction.blocks),
     }[reduction.collective]
     apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
 
@@ -120,6 +123,9 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: Any)
     """What each replica sends where nothing is applied to a message of so many numbers."""
     if reduction.collective == "all_gather":
         return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
+    if reduction.collective == "tree_reduce":
+        part = -(-size // (reduction.blocks * comm.size))
+        return (comm.size - 1) * part * (reduction.blocks + 1) * jnp.dtype(dtype).itemsize
     halves = 2 if reduction.collective == "all_reduce" else 1
     return -(-halves * all_reduce_bytes(comm, size, dtype) // 2)
 

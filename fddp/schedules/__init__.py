@@ -7,6 +7,7 @@ jaxpr, buckets, comm and hooks.
 
 from fddp.schedules.in_order import after as after
 from fddp.schedules.in_order import in_order as in_order
+from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
 from fddp.schedules.one_program import fused as fused
@@ -17,6 +18,7 @@ from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
 from fddp.schedules.programs import compiled as compiled
+from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.tasks import Communicate as Communicate
 from fddp.schedules.tasks import Compute as Compute
 from fddp.schedules.tasks import TaskList as TaskList
@@ -28,3 +30,5 @@ from fddp.schedules.timeline import Timeline as Timeline
 from fddp.schedules.timeline import observed_pace as observed_pace
 from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate
+from fddp.schedules.virtual import VirtualStep as VirtualStep
+from fddp.schedules.virtual import in_virtual_replicas as in_virtual_replicas

@@ -37,7 +37,7 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
       group: the replicas.
       make: makes the list.
       donate: whether programs may reuse the state's memory.
-      programs: `jitted`, or `compiled` where many are equal.
+      programs: makes programs of its tasks.
 
     Returns:
       The runner.

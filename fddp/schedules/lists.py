@@ -75,9 +75,9 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     Returns:
       The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
     """
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, pending, shards, rows))
+    arguments = forms_of((state, pending, shards, rows))
     given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
-    names = {word: _names(word, tree) for word, tree in given.items()}
+    names = {word: names_of(word, tree) for word, tree in given.items()}
     tasks, sends, came, held = list[Task](), list[Communicate](), (None, None), list[str]()
 
     def of(words: Sequence[str]) -> list[str]:
@@ -86,7 +86,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     for one, following in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
         closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
         read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
-        held = _names(f"kept by {one.name}", kept)
+        held = names_of(f"kept by {one.name}", kept)
         made = [*_read(following), *held]
         cutting = _in_turn if sends and one.kind == "update" else _as_made
         for task in cutting(one, closed, read, before, made, len(sends)):
@@ -96,7 +96,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
     closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
     there = of(("state", SHARDS))
-    read, results = [*there, *_written(sends), *held, BYTES], [*_names("result", result), *_names(NEW, new)]
+    read, results = [*there, *_written(sends), *held, BYTES], [*names_of("result", result), *names_of(NEW, new)]
     tasks += _in_turn(pieces, closed, read, len(there), results, len(sends))
 
     treedef = jax.tree.structure((result, new))
@@ -117,7 +117,7 @@ def _as_made(
         groups.append([])  # no message waits for what is not in it
     groups[-1] += kept
     title = "stage" if one.kind == "compute" else one.name
-    return _stages(title, one.kind, closed, given, made, groups, {before + k: k + 1 for k in range(count)})
+    return stages_of(title, one.kind, closed, given, made, groups, {before + k: k + 1 for k in range(count)})
 
 
 def _in_turn(
@@ -133,7 +133,7 @@ def _in_turn(
     alone = bool(collectives(closed))
     when = [count - 1 if alone else _used(k, count) for k in arrivals(closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
-    return _stages(one.name, "update", closed, given, made, groups)
+    return stages_of(one.name, "update", closed, given, made, groups)
 
 
 def _nothing_sent(pieces: Pieces) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _written(sends: Sequence[Communicate]) -> tuple[str, ...]:
     return tuple(task.writes[0] for task in sends)
 
 
-def _stages(
+def stages_of(
     title: str,
     kind: str,
     closed: ClosedJaxpr,
@@ -213,7 +213,12 @@ def _used(k: int, count: int) -> int:
     return count - (1 << (count - k).bit_length() - 1)
 
 
-def _names(title: str, tree: Any) -> list[str]:
+def forms_of(tree: Any) -> Any:
+    """The forms of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def names_of(title: str, tree: Any) -> list[str]:
     """A name for each leaf of a tree, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = ["/".join(filter(None, (title, jax.tree_util.keystr(path, simple=True, separator="/")))) for path in paths]

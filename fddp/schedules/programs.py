@@ -82,6 +82,44 @@ def jitted(placement: Placement, listed: TaskList, values: Mapping[str, Any], do
     return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
 
 
+def on_each_device(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    """Programs of one replica, which each of this process's runs by itself: XLA knows of no others.
+
+    A program for all replicas at once is made for their number, and may round otherwise than one for another number.
+
+    Args:
+      placement: where they run.
+      listed: the tasks.
+      values: those that are there at first: tuples of what each replica has.
+      donate: whether a task may use the memory of the state that no later one reads.
+
+    Returns:
+      A program for each compute task, by its name; tasks that share a function share a program.
+    """
+    del values
+    last, known = listed.last_reads, dict[Any, Callable[..., Sequence[Any]]]()
+
+    def program(task: Compute) -> Callable[..., Sequence[Any]]:
+        free = tuple(at for at, name in enumerate(task.reads) if donate and name in last[task.name] and _of_state(name))
+        own = known.setdefault((task.run, free), jax.jit(task.run, donate_argnums=free))
+
+        def run(*read: Any) -> Sequence[Any]:
+            of_each = zip(*(x if isinstance(x, tuple) else placement.each(x) for x in read))
+            made = zip(*[own(*given) for given in of_each])
+            return [_joined(placement, name, arrays) for name, arrays in zip(task.writes, made)]
+
+        return run
+
+    return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
+
+
+def _joined(placement: Placement, name: str, arrays: tuple[Any, ...]) -> Any:
+    """What leaves such programs, to be sent or returned, as one array; all else stays with each replica."""
+    if equal_everywhere(name):
+        return placement.together(arrays, REPLICATED)
+    return placement.together(arrays, placement.per_replica) if name.startswith("message ") else arrays
+
+
 def compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
     """Programs that are compiled here, before anything is run; equal ones once.
 

@@ -20,7 +20,7 @@ BYTES = "bytes"
 # The shards of the state that a step is given, and of the one that it makes.
 SHARDS, NEW = "shards", "new"
 # What comes back of a message, by the collective.
-BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole"}
+BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
 
 
 class Compute(NamedTuple):

@@ -14,7 +14,7 @@ from fddp.hooks import Memory
 from fddp.jax_internals import with_configuration, without_jit
 from fddp.schedules.lists import in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner
-from fddp.schedules.programs import Prepared, compiled, preparing
+from fddp.schedules.programs import MakePrograms, Prepared, compiled, preparing
 from fddp.schedules.send import Sent, bytes_of, remembered, side_by_side
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task
 from fddp.schedules.timeline import Span, Timeline
@@ -36,7 +36,7 @@ def staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return on_threads(group, partial(in_stages, group.placement, pieces), donate)
 
 
-def on_threads(group: Group, make: MakeList, donate: bool) -> Runner:
+def on_threads(group: Group, make: MakeList, donate: bool, programs: MakePrograms = compiled) -> Runner:
     """Launches compute tasks in order and sends each message as soon as it is made.
 
     Messages leave in the order of the list on every rank, one at a time on each of the clones of the transport.
@@ -45,11 +45,12 @@ def on_threads(group: Group, make: MakeList, donate: bool) -> Runner:
       group: the replicas.
       make: makes the list.
       donate: whether programs may reuse the state's memory.
+      programs: makes programs of its tasks.
 
     Returns:
       The runner.
     """
-    prepare, spans, ran = preparing(group, make, compiled, donate), list[Span](), list[Task]()
+    prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         if without_jit():

@@ -12,6 +12,7 @@ from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
+from fddp.losses import Joined
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 
@@ -90,9 +91,11 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
     if rows % replica.micro_batches or rows == 0:
         raise ValueError(
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
-            f"{replica.group.size // replica.group.processes} replicas × {replica.options.accumulation_steps} "
-            "micro-batches."
+            f"{replica.replicas // replica.group.processes} {'virtual ' * bool(replica.options.virtual_replicas)}"
+            f"replicas × {replica.options.accumulation_steps} micro-batches."
         )
+    if replica.options.virtual_replicas:
+        check_slices(replica, state, batch, rows // replica.micro_batches)
     held = replica.group.placement.replicas_in_array
     for pending in jax.tree.leaves(state.accumulated)[:1]:
         if len(pending) != held:
@@ -100,6 +103,41 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
                 f"the state has gradients pending of {len(pending)} replicas, this group has "
                 f"{held}; synchronize with a step before the number of replicas changes."
             )
+
+
+def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> None:
+    """Says that virtual replicas would not be what they were: slices of equally many rows, in each step.
+
+    Args:
+      replica: what one replica does.
+      state: what a call was given.
+      batch: likewise.
+      rows: of a micro-batch of a virtual replica.
+
+    Raises:
+      ValueError: gradients are pending, a rank may be without data, or there are other rows than in the first batch.
+    """
+    if state.accumulated is not None:
+        check_no_sync(replica)
+    if isinstance(batch, Joined):
+        raise ValueError(
+            "virtual_replicas needs equally many batches on each rank, and fddp.join yields to ranks without any: let "
+            "fddp.samples deal the rows out."
+        )
+    if replica.unit not in (None, rows):
+        raise ValueError(
+            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in the first batch; other "
+            "programs would compute it, and round otherwise: give batches of one size, or make a step for each."
+        )
+
+
+def check_no_sync(replica: Replica) -> None:
+    """Says that with virtual replicas nothing is left pending."""
+    if replica.options.virtual_replicas:
+        raise ValueError(
+            "no_sync leaves sums pending on the replica that made them, and with virtual_replicas these come and go: "
+            "give the step all rows at once, with more virtual_replicas or with accumulation_steps."
+        )
 
 
 def check_memory(replica: Replica, state: TrainState) -> None:

@@ -66,6 +66,9 @@ class Options:
         which are gathered in the order in which the forward pass uses them (stage 3, but that they stay until the
         backward pass ends); None: each holds and updates all. For an optimizer that works element by element, but for
         norms; `fddp.whole(state)` puts a state together.
+      virtual_replicas (None): how many slices of the rows are computed by themselves and added in a fixed order, so
+        that training gives the same bits on any number of replicas that divides it; None: as many as there are
+        replicas, added in whatever order is the fastest.
       donate (True): whether a step of `train_step` may reuse the memory of the state it is given, which is then gone,
         even if the step fails: what else holds its arrays then finds that they have been deleted. Copy before what is
         to stay (a Flax module is got by `from_nnx(…).module(state)`), or give False.
@@ -89,6 +92,7 @@ class Options:
     check_replicas_every: int = 0
     schedule: str | Schedule = "auto"
     shard: Literal["optimizer", "state"] | None = None
+    virtual_replicas: int | None = None
     donate: bool = True
 
     def __post_init__(self) -> None:
@@ -121,8 +125,33 @@ class Options:
                 raise ValueError(
                     f"shard={self.shard!r} scatters every bucket as it is, and cannot go with {name}: leave one out."
                 )
+        self._check_virtual()
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
+
+    def _check_virtual(self) -> None:
+        count = self.virtual_replicas
+        if count is None:
+            return
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"virtual_replicas must be a whole number of 1 or more, or None, got {count!r}.")
+        if self.schedule not in ("auto", "staged", "after"):
+            name = self.schedule if isinstance(self.schedule, str) else name_of(self.schedule)
+            raise ValueError(
+                "virtual_replicas runs programs that are the same on any number of replicas, and one program for all "
+                f"of a step is none: give schedule='staged' or 'after', got {name!r}."
+            )
+        for name in ("hook", "shard", "skip_all_reduce_unused_params"):
+            if getattr(self, name):
+                raise ValueError(
+                    "virtual_replicas adds every bucket as it is, in an order of its own, and cannot go with "
+                    f"{name}={getattr(self, name)!r}: leave one out."
+                )
+        if self.broadcast_buffers is False:
+            raise ValueError(
+                "broadcast_buffers=False keeps the buffers of each replica, and with virtual_replicas these come and "
+                "go: give True or 'mean'."
+            )
 
     def __repr__(self) -> str:
         """Equal on ranks that were given the same options: functions by their names."""

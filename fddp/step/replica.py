@@ -57,6 +57,17 @@ class Replica:
                 f"skip_all_reduce_unused_params out; got {self.options}"
                 + (f" along {', '.join(axes)}." if axes else ".")
             )
+        if self.options.virtual_replicas and (axes or self.local_steps):
+            raise ValueError(
+                "virtual_replicas stand in for replicas of one device each that train together: "
+                + (f"not for those along {', '.join(axes)}." if axes else "not under fddp.local_steps.")
+            )
+        if self.replicas % self.group.size:
+            fit = self.replicas + -self.replicas % self.group.size
+            raise ValueError(
+                f"virtual_replicas must be a multiple of the number of replicas, {self.group.size}, got "
+                f"{self.replicas}: each stands for equally many. Give {fit}, or train on fewer."
+            )
         if self.options.hook is not None and axes:
             raise ValueError(
                 f"{self.options.hook} works on whole buckets, and a replica of this group is several devices, along "
@@ -73,6 +84,11 @@ class Replica:
         # Each replica's own gradients are seen here for the last time.
         broken = _broken(pending.sums.grads) if self.options.skip_nonfinite else None
         return pack(grads, tail), add_replica_dim((kept, broken))
+
+    @property
+    def replicas(self) -> int:
+        """How many there are; of virtual ones, if these are asked for."""
+        return self.options.virtual_replicas or self.group.size
 
     @property
     def apart(self) -> bool:
@@ -133,7 +149,7 @@ class Replica:
     @property
     def micro_batches(self) -> int:
         """How many there are in this process's batch."""
-        return self.group.size // self.group.processes * self.options.accumulation_steps
+        return self.replicas // self.group.processes * self.options.accumulation_steps
 
     def accumulate(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
         """What is pending when these rows are added, and their own mean loss and aux."""

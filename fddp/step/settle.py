@@ -26,6 +26,7 @@ from fddp.step.replica import Replica
 from fddp.step.sharded import sharded_pieces
 from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
+from fddp.step.virtual import virtual_runner, virtual_step
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 
@@ -128,6 +129,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
         local = Local(replica.local_steps, replica, plan, used, scalars)
         schedule = partial(local_runner, schedule, local)
+    if options.virtual_replicas:
+        schedule = partial(virtual_runner, schedule, virtual_step(replica, plan, state, batch, used))
     own, donated = group.placement.per_replica, (2,) if options.donate else ()
     in_specs, out_specs = (REPLICATED, own, own, own), (own, REPLICATED)
     return Settled(
@@ -246,6 +249,11 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     """The schedule that was asked for, or the one that overlaps here."""
     group, asked, own = replica.group, replica.options.schedule, collectives(program)
     axes = group.placement.other_axes
+    if replica.options.virtual_replicas and own:
+        raise ValueError(
+            f"the loss has collectives of its own ({', '.join(sorted(own))}), which add in an order of theirs: "
+            "virtual_replicas cannot make its bits the same on any number of replicas."
+        )
     if asked == "staged" and own:
         raise ValueError(
             f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
@@ -261,7 +269,8 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     if asked != "auto":
         return SCHEDULES[asked]
     cpu_hosts = group.processes > 1 and group.size == group.processes and jax.default_backend() == "cpu"
-    return staged if cpu_hosts and not (own or axes or without_jit()) else fused
+    in_one = after if replica.options.virtual_replicas else fused
+    return staged if cpu_hosts and not (own or axes or without_jit()) else in_one
 
 
 def _form(batch: Any) -> Any:

@@ -20,6 +20,7 @@ from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps, Optimizer, check_needs
 from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
+from fddp.step.checks import check_no_sync
 from fddp.step.digests import comparing
 from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
@@ -130,9 +131,13 @@ class TrainStep:
           state: from `init` or the last step.
           batch: as for a step.
 
+        Raises:
+          ValueError: with `virtual_replicas`.
+
         Returns:
           The state, its parameters unchanged; loss and metrics of this process's rows (of its first replica).
         """
+        check_no_sync(self._replica)
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch, "no_sync")
         state, means = accumulate(self._settled, state, given, batch)
         return state, StepInfo(means.loss, means.aux)

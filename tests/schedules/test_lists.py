@@ -13,7 +13,7 @@ import pytest
 import fddp
 from fddp.comm.placement import REPLICATED
 from fddp.schedules import in_one_piece, in_one_program, in_order, in_stages, on_threads
-from fddp.schedules.lists import _stages
+from fddp.schedules.lists import stages_of
 from fddp.schedules.pieces import Pieces
 from fddp.schedules.programs import compiled
 from fddp.schedules.tasks import TaskList
@@ -145,7 +145,7 @@ def made(
     leaves = [placement.place(np.asarray(x, np.float32), REPLICATED) for x in args]
     closed = jax.make_jaxpr(f)(*leaves)
     names, results = [f"state/{k}" for k in range(len(leaves))], [f"result/{k}" for k in range(len(closed.out_avals))]
-    tasks = _stages("stage", "compute", closed, names, results, groups)
+    tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
     programs = compiled(
         placement, TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ())), values, donate

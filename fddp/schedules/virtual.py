@@ -1,0 +1,180 @@
+"""A list in which each replica stands for several virtual ones, and every program is of one of them.
+
+The forward and backward pass of a virtual replica is cut at places of its own, whatever the buckets are; what its
+stages make is laid into messages, and added to those of its neighbours in the tree, by programs of their own. So the
+same programs run, in whatever order and company: how many replicas there are, which schedule launches them and how
+large the buckets are decides only what is sent when.
+
+Source: EasyScale (Li et al., SC 2023), whose workers stand for several threads of training.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fddp.comm import Placement, merges, trace
+from fddp.hooks import Reduction
+from fddp.jaxpr import ready_order
+from fddp.schedules.lists import forms_of, names_of, stages_of
+from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, communications, equal_everywhere
+
+# Gradients of so many bytes end a stage: a place that no option moves.
+STAGE_BYTES = 2**20
+FIRST = "first"
+
+
+class VirtualStep(NamedTuple):
+    """A step, per virtual replica."""
+
+    each: int
+    """How many virtual replicas a replica stands for."""
+    block: int
+    """How many of these it adds up before it sends."""
+    first: Callable[[], jax.Array]
+    """The number of the first of them, of each replica."""
+    contribute: Callable[[Any, Any, Any], tuple[tuple[Sequence[Any], Any], Any]]
+    """(state, rows, number) → gradients and the tail, and what is kept, of one virtual replica."""
+    pack: Callable[[tuple[Sequence[Any], Any]], Sequence[Any]]
+    """Gradients and the tail → messages."""
+    unpack: Callable[[Sequence[Any]], Any]
+    """Sums of messages → sums."""
+    reductions: tuple[Reduction, ...]
+    """How each message is summed."""
+    finish: Callable[[Any, Any, Sequence[Any], Any], Any]
+    """(state, sums, what each virtual replica kept, bytes sent per message) → the step's result."""
+
+
+def in_virtual_replicas(
+    placement: Placement, step: VirtualStep, state: Any, pending: Any, shards: Any, rows: Any
+) -> TaskList:
+    """One virtual replica after the other; a message leaves when the last of them has made its part of it.
+
+    Args:
+      placement: where the replicas' programs run.
+      step: the step.
+      state: arguments of one replica, or their forms.
+      pending: nothing; there is no `no_sync`.
+      shards: nothing.
+      rows: as state.
+
+    Returns:
+      The list; its values are arrays of one replica each, for programs of one.
+    """
+    del pending, shards
+    state, rows = forms_of(state), forms_of(rows)
+    number = jax.ShapeDtypeStruct((), np.int32)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // step.each, *x.shape[1:]), x.dtype), rows)
+    of_state, of_rows = names_of("state", state), names_of("rows", rows)
+
+    contribute, (made, kept) = trace(placement, step.contribute, state, one, number)
+    parts, held = names_of("part", made), names_of("kept", kept)
+    groups = _cuts(made[0], ready_order(contribute, len(made[0])), len(parts), len(held))
+    read = [*of_state, *names_of("row", one), "number"]
+    stages = stages_of("stage", "compute", contribute, read, [*parts, *held], groups)
+
+    pack, messages = trace(placement, step.pack, made)
+    titles = [f"message {k}" for k in range(len(messages))]
+    packing = stages_of("pack", "compute", pack, parts, titles, [[k] for k in range(len(messages))])
+    (sends,) = communications([step.reductions])
+    tasks = [_dealt(step.each, of_rows, read[len(of_state) :])]
+    tasks += _contributions(step, stages, packing, sends)
+
+    unpack, came = trace(placement, step.unpack, messages)
+    back, keeps = names_of("came", came), [_of(name, v) for v in range(step.each) for name in held]
+    tasks += stages_of("unpack", "update", unpack, [task.writes[0] for task in sends], back, [range(len(back))])
+
+    nbytes = jax.ShapeDtypeStruct((len(sends),), np.uint32)
+    finish, result = trace(placement, step.finish, state, came, [kept] * step.each, nbytes)
+    results = names_of("result", result)
+    read = [*of_state, *back, *keeps, BYTES]
+    tasks += stages_of("update", "update", finish, read, results, [range(len(results))])
+
+    first = cache(lambda: placement.each(step.first()))
+
+    def enter(state: Any, pending: Any, shards: Any, rows: Any) -> dict[str, Any]:
+        given = dict(zip([*of_state, *of_rows], map(placement.each, jax.tree.leaves((state, rows)))))
+        return given | {FIRST: first()}
+
+    treedef = jax.tree.structure(result)
+    return TaskList(tuple(tasks), enter, lambda values: (treedef.unflatten([values[name] for name in results]), ()))
+
+
+def _contributions(
+    step: VirtualStep, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
+) -> list[Task]:
+    """The stages of all virtual replicas, and behind each what becomes of what it made."""
+    tasks, complete = list[Task](), merges(step.block)
+    # By message: sums that wait for their other half in the tree, and whole blocks behind these.
+    waiting, blocks = [list[str]() for _ in packing], [list[str]() for _ in packing]
+    added = cache(partial(_added, packing))
+    for v in range(step.each):
+        there, left = set[str](), 0
+        for stage in stages:
+            tasks.append(_renamed(stage, v))
+            there |= set(stage.writes)
+            while left < len(packing) and there.issuperset(packing[left].reads):
+                k, last = left, v == step.each - 1
+                halves = complete[v % step.block]
+                whole = blocks[k] if last else []
+                halves = waiting[k][len(waiting[k]) - halves :]
+                made = sends[k].reads[0] if last else f"sum of message {k} up to {v}"
+                run = added(k, len(whole), len(halves))
+                reads = (*whole, *halves, *(_of(name, v) for name in packing[k].reads))
+                tasks.append(Compute(f"add message {k} of {v}", reads, (made,), run))
+                del waiting[k][len(waiting[k]) - len(halves) :]
+                (blocks if (v + 1) % step.block == 0 else waiting)[k].append(made)
+                left += 1
+                if last:
+                    tasks.append(sends[k])
+    return tasks
+
+
+def _added(packing: Sequence[Compute], k: int, blocks: int, halves: int) -> Callable[..., Sequence[Any]]:
+    """Packs a message, adds it to sums that waited for it, the last of them first, and puts it behind whole blocks."""
+
+    def run(*values: Any) -> Sequence[Any]:
+        whole, waiting, read = values[:blocks], values[blocks : blocks + halves], values[blocks + halves :]
+        (message,) = packing[k].run(*read)
+        for half in reversed(waiting):
+            message = half + message
+        return (jnp.concatenate([*whole, message]),)
+
+    return run
+
+
+def _dealt(each: int, rows: Sequence[str], of_one: Sequence[str]) -> Compute:
+    """A replica's rows, dealt out to its virtual replicas, and their numbers."""
+
+    def run(first: jax.Array, *rows: jax.Array) -> Sequence[Any]:
+        parts = [jnp.split(x, each) for x in rows]
+        return [one for v in range(each) for one in (*(part[v] for part in parts), first.reshape(()) + v)]
+
+    writes = tuple(_of(name, v) for v in range(each) for name in of_one)
+    return Compute("rows", (FIRST, *rows), writes, run)
+
+
+def _cuts(grads: Sequence[Any], order: Sequence[int], parts: int, kept: int) -> list[list[int]]:
+    """Which parts each stage makes: the tail first, gradients in the order of readiness, what is kept last."""
+    groups, filled = [list(range(len(grads), parts))], 0
+    for i in order:
+        groups[-1].append(i)
+        filled += grads[i].size * grads[i].dtype.itemsize
+        if filled >= STAGE_BYTES:
+            groups, filled = [*groups, []], 0
+    groups = [group for group in groups if group]
+    groups[-1] += range(parts, parts + kept)
+    return groups
+
+
+def _renamed(task: Compute, v: int) -> Compute:
+    """A task of virtual replica v."""
+    reads, writes = (tuple(_of(name, v) for name in names) for names in (task.reads, task.writes))
+    return task._replace(name=f"{task.name} of {v}", reads=reads, writes=writes)
+
+
+def _of(name: str, v: int) -> str:
+    return name if equal_everywhere(name) else f"{name} of {v}"
