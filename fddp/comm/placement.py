@@ -60,7 +60,13 @@ def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[Clos
     """The program of a function of one replica, and the shapes of what it returns; nothing runs."""
     axes = [(placement.axis_name, placement.replicas_in_array)] if placement.axis_name else None
     with jax.sharding.use_abstract_mesh(placement.view):
-        return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*args)
+        return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*jax.tree.map(_form, args))
+
+
+def _form(x: Any) -> jax.ShapeDtypeStruct:
+    """An array as a replica sees it: without its sharding, whose mesh is the user's and not the view."""
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def add_replica_dim(tree: Any) -> Any:

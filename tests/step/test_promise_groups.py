@@ -163,6 +163,16 @@ def test_gradients_lie_as_the_parameters(x64, on):
     assert in_halves(grads) == {"first", "second"}
 
 
+def test_a_loss_may_use_a_parameter_in_parts_in_a_loop(x64):
+    def looped(w: Any, x: Any) -> jax.Array:
+        return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0] ** 2)
+
+    w, x = X[:4] @ X[:4].T / 4, X @ X[:4].T
+    f = fddp.value_and_grad(looped, group=fddp.mesh_group(mesh()))
+    found = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, jax.value_and_grad(looped)(w, x))
+
+
 @pytest.mark.parametrize("schedule", ["fused", "after"])
 def test_what_waits_for_a_synchronization_lies_in_parts_too(x64, schedule):
     step = fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
