@@ -138,31 +138,44 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        # Branches that add to the residual stream start smaller the more there are (Radford et al., 2019).
-        residual_init = nn.initializers.variance_scaling(0.5 / self.layers, "fan_in", "normal")
-        norm = partial(nn.RMSNorm, epsilon=1e-5, **dtypes)
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
-        embed = nn.Embed(
-            self.vocabulary, self.width, embedding_init=nn.initializers.normal(0.02), name="embed", **dtypes
-        )
-
+        embed, norm = ends(self)
         x = drop(embed(tokens))
         kept = self.kept_layers()
         # Layers are a Python loop and not `nn.scan`: a scan hands over the gradients of all layers at once,
         # at its end, and then there is no backward pass left under which to send them.
         for i in range(self.layers):
-            shape = (self.heads, self.kv_heads, self.hidden, self.dropout, residual_init)
-            layer = Layer(*shape, name=f"layer_{i}", **dtypes)
-            x = layer(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, layer, x)
-        logits = embed.attend(norm(name="norm")(x))
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+            one = layer(self, f"layer_{i}")
+            x = one(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, one, x)
+        return head(embed, norm, x)
 
     def kept_layers(self) -> Bool[Array, " layers"] | None:
         """Draws which layers run, the same for all rows; None: all, as at the start, when parameters are made."""
         if not self.layer_drop or not self.has_rng("layer_drop") or self.is_initializing():
             return None
         return jax.random.bernoulli(self.make_rng("layer_drop"), 1 - self.layer_drop, (self.layers,))
+
+
+def ends(model: GPT) -> tuple[nn.Embed, nn.RMSNorm]:
+    """What lies before and behind the layers: the table of tokens, which serves both, and the last norm."""
+    dtypes: dict[str, Any] = {"dtype": model.dtype, "param_dtype": model.param_dtype}
+    start = nn.initializers.normal(0.02)
+    embed = nn.Embed(model.vocabulary, model.width, embedding_init=start, name="embed", **dtypes)
+    return embed, nn.RMSNorm(epsilon=1e-5, name="norm", **dtypes)
+
+
+def layer(model: GPT, name: str) -> Layer:
+    """One layer; all are alike."""
+    # Branches that add to the residual stream start smaller the more there are (Radford et al., 2019).
+    residual_init = nn.initializers.variance_scaling(0.5 / model.layers, "fan_in", "normal")
+    shape = (model.heads, model.kv_heads, model.hidden, model.dropout, residual_init)
+    return Layer(*shape, name=name, dtype=model.dtype, param_dtype=model.param_dtype)
+
+
+def head(embed: nn.Embed, norm: nn.RMSNorm, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Which token comes next, from what leaves the last layer; in float32 at least."""
+    logits = embed.attend(norm(x))
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 PRESETS: dict[str, GPT] = {
@@ -188,11 +201,15 @@ def loss_fn(model: GPT) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         rngs = None if rng is None else {"dropout": rng, "layer_drop": jax.random.fold_in(rng, 1)}
-        logits = jnp.asarray(model.apply({"params": params}, inputs, rngs=rngs))
-        value = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-        return value, {"accuracy": jnp.mean(logits.argmax(-1) == targets, dtype=value.dtype)}
+        return score(jnp.asarray(model.apply({"params": params}, inputs, rngs=rngs)), targets)
 
     return loss
+
+
+def score(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean cross entropy, and the share of tokens whose logit is the largest."""
+    value = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return value, {"accuracy": jnp.mean(logits.argmax(-1) == targets, dtype=value.dtype)}
 
 
 def batch(model: GPT | str, rows: int, seed: int = 0, length: int | None = None) -> dict[str, np.ndarray]:
