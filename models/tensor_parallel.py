@@ -65,10 +65,10 @@ def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0) -> N
     print(step.plan)
 
 
-def two_axes(replicas: int, parts: int) -> Mesh:
-    """The first devices as a mesh; those of one replica are neighbours."""
+def two_axes(replicas: int, parts: int, name: str = "part") -> Mesh:
+    """The first devices as a mesh; those of one replica are neighbours, along the second axis, of this name."""
     devices = np.array(jax.devices()[: replicas * parts]).reshape(replicas, parts)
-    return Mesh(devices, ("replica", "part"), axis_types=(AxisType.Auto, AxisType.Auto))
+    return Mesh(devices, ("replica", name), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def placed(params: Any, mesh: Mesh) -> Any:

@@ -120,7 +120,7 @@ def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train.py", "tensor_parallel.py"])
+@pytest.mark.parametrize("script", ["train.py", "tensor_parallel.py", "pipeline.py"])
 def test_a_script_finds_models_where_fddp_is_installed_without_the_checkout(tmp_path: Path, script: str):
     (tmp_path / "fddp").symlink_to(ROOT / "fddp")
     packages = Path(np.__file__).parents[1]
