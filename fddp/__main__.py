@@ -16,6 +16,7 @@ import fddp
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.doctor import examine
 from fddp.analysis.flight import read_flights, told
+from fddp.analysis.reproduction import reproduce
 from fddp.analysis.tuning.search import tune_model
 from fddp.analysis.workload import read_model, read_workload
 from fddp.runtime.supervisor import Job, launcher, supervise
@@ -31,14 +32,14 @@ def main(words: Sequence[str]) -> int:
       words: the command line.
 
     Returns:
-      The exit status: 0; 1 where an audit has found problems; 2 for a wrong command line.
+      The exit status: 0; 1 where an audit has found problems, or bits differ; 2 for a wrong command line.
     """
     parser = argparse.ArgumentParser(
         prog="python -m fddp", description="Look at a data-parallel step, before it runs and while it does."
     )
     parser.add_argument("--version", action="version", version=f"fddp {version('fddp')}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add in (add_run, add_plan, add_audit, add_measure, add_tune, add_flight, add_doctor):
+    for add in (add_run, add_plan, add_audit, add_measure, add_tune, add_reproduce, add_flight, add_doctor):
         add(commands)
     chosen = parser.parse_args(words)
     # These run nothing on a device, and a GPU that others use is left alone.
@@ -159,6 +160,30 @@ def run_tune(chosen: argparse.Namespace) -> int:
     if group.rank == 0:
         print(tuning)
     return 0
+
+
+### reproduce: the same bits on other numbers of replicas
+
+
+def add_reproduce(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("reproduce", help="train on 1, 2 and 4 replicas and compare the bits")
+    parser.add_argument("model", nargs="?", help="module:preset, models.gpt:tiny say (default: a small net)")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a virtual replica (default 4)")
+    parser.add_argument("--steps", type=int, default=50, help="how many steps (default 50)")
+    parser.add_argument("--replicas", default="1,2,4", help="how many, each time (default 1,2,4)")
+    parser.set_defaults(run=run_reproduce)
+
+
+def run_reproduce(chosen: argparse.Namespace) -> int:
+    replicas = [int(count) for count in chosen.replicas.split(",")]
+    if min(replicas) < 1:
+        raise ValueError(f"--replicas must be 1 or more each, got {chosen.replicas}.")
+    # Where there is no GPU a host is as many devices as it is told to be.
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", max(replicas))
+    found = reproduce(chosen.model, chosen.steps, replicas, chosen.rows)
+    print(found)
+    return 0 if found.equal else 1
 
 
 ### flight: what the ranks of a job that ended sent last

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
 from fddp.runtime import missing_compiler, missing_srun, read_launch, vendors
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -53,6 +54,7 @@ def _findings() -> Iterator[Finding]:
     yield _unless_it_fails("backend nccl", _nccl)
     missing = missing_compiler()
     yield Finding("fddp.audit(target=…)", "not ready" if missing else "ready: a100, h100 and h200", missing or "")
+    yield _unless_it_fails("same bits each time", _bits)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     scarce = threads < 2 and "NPROC" not in os.environ
     advice = "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass" if scarce else ""
@@ -76,6 +78,12 @@ def _devices() -> tuple[str, str]:
 def _launched() -> tuple[str, str]:
     launch = read_launch(os.environ)
     return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", missing_srun(launch, os.environ)
+
+
+def _bits() -> tuple[str, str]:
+    found = small_gradient()
+    told = f"{CALLS} calls of a compiled gradient gave {found} result{'s' * (found > 1)}"
+    return told, f"virtual_replicas cannot promise equal bits here. {ONE_THREAD}" if found > 1 else ""
 
 
 def _nccl() -> tuple[str, str]:

@@ -13,6 +13,7 @@ from workers import (
     promise_claims,
     rotation_claims,
     training_claims,
+    virtual_claims,
 )
 from workers.claims import Claim, claims_of, hold
 
@@ -28,6 +29,7 @@ CLAIMS = claims_of(
     mismatch_claims,
     error_claims,
     checkpoint_claims,
+    virtual_claims,
 )
 
 

@@ -1,0 +1,124 @@
+"""Whether training gives the same bits on other numbers of replicas: tried, not believed.
+
+What virtual replicas promise rests on one thing that fddp cannot give: that a compiled program gives the same bits
+whenever it is called. XLA:CPU does not promise that where it has more than one thread (jax#39741).
+
+Source: `bitwise reproducibility` in Levanter; thinking machines' count of distinct completions.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fddp.analysis.workload import read_model
+from fddp.comm import mesh_group
+from fddp.step import train_step
+
+CALLS = 50
+ONE_THREAD = "XLA:CPU may add in another order where it has more threads than one (jax#39741): NPROC=1 gives it one."
+BATCHES = 4
+
+
+class Reproduction(NamedTuple):
+    """What was found; `print` shows it."""
+
+    model: str
+    steps: int
+    virtual: int
+    digests: tuple[tuple[int, str], ...]
+    """Of the state and all losses at the end, for each number of replicas."""
+    distinct: int
+    """How many different bits so many calls of one program gave."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the bits are the same, and may be relied on."""
+        return self.distinct == 1 and len({digest for _, digest in self.digests}) == 1
+
+    def __str__(self) -> str:
+        rows = [f"{n} replica{'s' * (n > 1):<2}  {digest}" for n, digest in self.digests]
+        head = f"{self.model}, {self.steps} steps of {self.virtual} virtual replicas"
+        if self.distinct > 1:
+            return "\n".join(
+                [head, *rows, f"no claim: {CALLS} calls of one program gave {self.distinct} results. {ONE_THREAD}"]
+            )
+        return "\n".join([head, *rows, "equal" if self.equal else "different"])
+
+
+def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int) -> Reproduction:
+    """Trains a model on several numbers of this process's devices.
+
+    Args:
+      model: module:preset, "models.gpt:tiny"; None: a small net.
+      steps: how many steps.
+      replicas: how many replicas, each time.
+      rows: rows of a virtual replica; of these there are as many as all numbers of replicas divide.
+
+    Returns:
+      The digests.
+
+    Raises:
+      ValueError: there is no such model, or there are not as many devices.
+    """
+    if max(replicas) > jax.local_device_count():
+        raise ValueError(
+            f"{max(replicas)} replicas need as many devices, and this process has {jax.local_device_count()}."
+        )
+    virtual = int(np.lcm.reduce(replicas))
+    loss_fn, (params, model_state), batches = _problem(model, rows * virtual)
+
+    def digest(count: int) -> str:
+        group = mesh_group(jax.make_mesh((count,), ("replica",), devices=jax.local_devices()[:count]))
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        step = train_step(loss_fn, optimizer, group=group, has_aux=True, virtual_replicas=virtual)
+        state, losses = step.init(params, model_state=model_state), []
+        for k in range(steps):
+            state, info = step(state, batches[k % BATCHES])
+            losses.append(info.loss)
+        return _digest((state, losses))
+
+    def gradients() -> Any:
+        given = {} if model_state is None else {"model_state": model_state}
+        return jax.jit(jax.grad(lambda p: loss_fn(p, one, **given)[0]))
+
+    one = jax.tree.map(lambda x: x[:rows], batches[0])
+    found = tuple((count, digest(count)) for count in replicas)
+    return Reproduction(model or "a small net", steps, virtual, found, distinct(gradients(), params))
+
+
+def distinct(f: Callable[..., Any], *args: Any) -> int:
+    """How many different bits a compiled function gives, called again and again."""
+    return len({_digest(f(*args)) for _ in range(CALLS)})
+
+
+def small_gradient() -> int:
+    """How many different bits the gradient of a small net gives, where its products are large enough for threads."""
+    loss_fn, (params, _), batches = _problem(None, 256)
+    return distinct(jax.jit(jax.grad(lambda p: loss_fn(p, batches[0])[0])), params)
+
+
+def _problem(model: str | None, rows: int) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
+    """A loss, its first parameters and buffers, and some batches."""
+    if model is not None:
+        module, preset = read_model(model)
+        chosen = module.PRESETS[preset]
+        batches = [module.batch(chosen, rows, seed=k) for k in range(BATCHES)]
+        return module.loss_fn(chosen), module.init(chosen, jax.random.key(0), batches[0]), batches
+
+    def loss_fn(params: Any, x: Any) -> tuple[Any, Any]:
+        return jnp.mean((jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["out"]) ** 2), ()
+
+    draw = np.random.default_rng(0)
+    params = {"bias": np.zeros(128), "hidden": draw.normal(size=(64, 128)) / 8, "out": draw.normal(size=(128, 64)) / 11}
+    batches = [draw.normal(size=(rows, 64)).astype(np.float32) for _ in range(BATCHES)]
+    return loss_fn, (jax.tree.map(np.float32, params), None), batches
+
+
+def _digest(tree: Any) -> str:
+    data = b"".join(np.asarray(x).tobytes() for x in jax.device_get(jax.tree.leaves(tree)))
+    return hashlib.sha256(data).hexdigest()[:16]
