@@ -237,7 +237,7 @@ def _check(chosen: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: there is no folder {folder}.")
 
 
-def _caps(chosen: argparse.Namespace) -> dict[str, float]:
+def _caps(chosen: argparse.Namespace) -> dict[str, Any]:
     return {cap: getattr(chosen, cap) for cap in CAPS if getattr(chosen, cap) is not None}
 
 

@@ -4,6 +4,9 @@ A plan is integers and names, computed once; packing follows it, and so do the p
 replica holds, and the small numbers that ride behind a bucket. This room imports no other.
 """
 
+from fddp.buckets.groups import Groups as Groups
+from fddp.buckets.groups import described_groups as described_groups
+from fddp.buckets.groups import group_keys as group_keys
 from fddp.buckets.packing import pack as pack
 from fddp.buckets.packing import unpack as unpack
 from fddp.buckets.parts import pack_parts as pack_parts

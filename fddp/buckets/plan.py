@@ -10,7 +10,7 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; `compute_buck
 import hashlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from fddp.buckets.groups import Groups, group_keys
 
 MiB = 2**20
 
@@ -118,6 +120,7 @@ def make_plan(
     bucket_cap_mb: float = 25,
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
+    groups: Groups | None = None,
 ) -> BucketPlan:
     """Assigns the leaves of a tree to buckets, by the rule of PyTorch's `compute_bucket_assignment_by_size`.
 
@@ -126,26 +129,33 @@ def make_plan(
     that traffic starts early; of the last bucket at most `last_bucket_mb` stays, so that little traffic is left when
     the backward pass ends.
 
+    Leaves that `groups` gives one key travel together, whatever the caps say: in one bucket, ready with the last of
+    them, or in one for each dtype that they have.
+
     Args:
       tree: parameters, gradients or `jax.ShapeDtypeStruct`s: any tree whose leaves have a shape and a dtype.
       order: leaf indices in the order in which their gradients become ready (see `grad_order`); leaves that it does
         not name do not travel. None: the reverse of the leaves, as DDP guesses.
       bucket_cap_mb: cap of a bucket in MiB; 0 gives every leaf a bucket of its own.
       first_bucket_mb: cap of the first bucket in MiB, if smaller than `bucket_cap_mb`.
-      last_bucket_mb: cap of the last bucket in MiB, if smaller than `bucket_cap_mb`.
+      last_bucket_mb: cap of the last bucket in MiB, if smaller than `bucket_cap_mb`; a group is not cut.
+      groups: from the name of a leaf ("layers/0/kernel") to the key of its group, any that is hashable, or to None:
+        then the caps alone decide (Horovod's `groups`).
 
     Returns:
       A `BucketPlan`; `print(plan)` shows it as a table.
 
     Raises:
       ValueError: a cap is negative or NaN, or `order` is not a selection of the leaves' indices.
-      TypeError: a leaf is no array, or an index in `order` no whole number.
+      TypeError: a leaf is no array, an index in `order` no whole number, or a key of `groups` not hashable.
 
     Example:
       >>> import numpy as np
       >>> tree = {"w": np.zeros((256, 1024), np.float32), "b": np.zeros(1024, np.float32)}
       >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1).buckets]
       [('w',), ('b',)]
+      >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1, groups=lambda name: "layer").buckets]
+      [('w', 'b')]
     """
     caps = {
         "bucket_cap_mb": bucket_cap_mb,
@@ -162,10 +172,12 @@ def make_plan(
         raise ValueError(
             f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, got {list(order)}."
         )
+    keys = dict(zip(order, group_keys([leaves[i].name for i in order], groups)))
     cap = bucket_cap_mb * MiB
-    groups = _fill(leaves, order, first=min(first_bucket_mb * MiB, cap), cap=cap)
-    groups = _by_readiness(_shorten_last(leaves, groups, cap=min(last_bucket_mb * MiB, cap)), order)
-    return place_scalars(BucketPlan(leaves, tuple(_bucket(leaves, group) for group in groups), treedef, ()))
+    filled = _fill(leaves, keys, first=min(first_bucket_mb * MiB, cap), cap=cap)
+    if filled and keys[filled[-1][0]] is None:
+        filled = _by_readiness(_shorten_last(leaves, filled, cap=min(last_bucket_mb * MiB, cap)), order)
+    return place_scalars(BucketPlan(leaves, tuple(_bucket(leaves, bucket) for bucket in filled), treedef, ()))
 
 
 def place_scalars(
@@ -201,16 +213,16 @@ def place_scalars(
     return replace(plan, messages=(*alone, *buckets) if early else (*buckets, *alone))
 
 
-def _fill(leaves: Sequence[Leaf], order: Sequence[int], *, first: float, cap: float) -> list[list[int]]:
-    """Walks the order, with one open bucket for each dtype."""
-    filling: dict[np.dtype, list[int]] = {}
+def _fill(leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], *, first: float, cap: float) -> list[list[int]]:
+    """Walks the order, with one open bucket for each dtype, and for each dtype of a group, which no cap closes."""
+    filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
     closed: list[list[int]] = []
-    for i in order:
-        bucket = filling.setdefault(leaves[i].dtype, [])
+    for i, key in keys.items():
+        bucket = filling.setdefault((leaves[i].dtype, key), [])
         bucket.append(i)
-        if sum(leaves[j].nbytes for j in bucket) >= (cap if closed else first):
-            closed.append(filling.pop(leaves[i].dtype))
-    return _by_readiness([*closed, *filling.values()], order)
+        if key is None and sum(leaves[j].nbytes for j in bucket) >= (cap if closed else first):
+            closed.append(filling.pop((leaves[i].dtype, key)))
+    return _by_readiness([*closed, *filling.values()], list(keys))
 
 
 def _by_readiness(groups: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from textwrap import indent
 from typing import Any, Literal, TypeVar
 
+from fddp.buckets import Groups, group_keys
 from fddp.hooks import Hook
 from fddp.schedules import Schedule
 
@@ -42,6 +43,8 @@ class Options:
       bucket_cap_mb (25): a bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket.
       first_bucket_mb (1): cap of the first bucket, MiB: traffic starts early.
       last_bucket_mb (1): cap of the last bucket, MiB: little is left when the backward pass ends.
+      groups (None): a function from the path ('Dense_0/kernel') of a parameter to the key of its group, any that is
+        hashable, or to None: what has one key travels in one bucket, for each dtype, whatever the caps say.
       order ('ready'): 'ready': as the gradients' program delivers them; 'reverse': the reverse of the leaves, DDP's
         guess.
       accumulation_steps (1): micro-batches a step; one synchronization for all of them.
@@ -75,12 +78,13 @@ class Options:
 
     Raises:
       ValueError: a value out of its range; the message says which and what to give.
-      TypeError: `ignore` is no function.
+      TypeError: `ignore` or `groups` is no function.
     """
 
     bucket_cap_mb: float = 25
     first_bucket_mb: float = 1
     last_bucket_mb: float = 1
+    groups: Groups | None = field(default=None, repr=False)
     order: str = "ready"
     accumulation_steps: int = 1
     find_unused_parameters: bool = False
@@ -113,6 +117,7 @@ class Options:
             raise TypeError(f"hook must be a fddp.Hook, one of fddp.hooks say, got {type(self.hook).__name__}.")
         if self.ignore is not None and not callable(self.ignore):
             raise TypeError(f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}.")
+        group_keys((), self.groups)
         for name in ("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite", "donate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -160,9 +165,9 @@ class Options:
         return f"Options({', '.join(names)})"
 
     @property
-    def caps(self) -> dict[str, float]:
+    def bucketing(self) -> dict[str, Any]:
         """The arguments of `make_plan`."""
-        return {name: getattr(self, name) for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")}
+        return {name: getattr(self, name) for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb", "groups")}
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, make_plan, place_scalars
+from fddp.buckets import BucketPlan, Messages, described_groups, make_plan, place_scalars
 from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
@@ -125,7 +125,7 @@ class Replica:
         asks_first = self.options.skip_all_reduce_unused_params
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
-        plan = make_plan(parts(self.group.placement, params), order=order, **self.options.caps)
+        plan = make_plan(parts(self.group.placement, params), order=order, **self.options.bucketing)
         exact = self.options.hook is None and not asks_first and not self.options.shard
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
@@ -141,6 +141,11 @@ class Replica:
         share = self.group.placement.replicas_in_array
         forms = jax.eval_shape(self.remembered, params)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
+
+    def described_groups(self, params: Any) -> list[str]:
+        """Which of the trained leaves are to travel together, to be compared."""
+        names = _names(params)
+        return described_groups([names[i] for i in self.chosen(params)], self.options.groups)
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
@@ -172,10 +177,8 @@ class Replica:
 
     def chosen(self, params: Any) -> tuple[int, ...]:
         """Which leaves are trained: those that can have a gradient and are not to be ignored."""
-        named = jax.tree_util.tree_leaves_with_path(params)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
-        ignore = self.options.ignore or (lambda name: False)
-        return tuple(i for i in differentiable([x for _, x in named]) if not ignore(names[i]))
+        names, ignore = _names(params), self.options.ignore or (lambda name: False)
+        return tuple(i for i in differentiable(jax.tree.leaves(params)) if not ignore(names[i]))
 
     def trained(self, params: Any) -> Any:
         """The tree with None in place of leaves that are not trained."""
@@ -214,6 +217,13 @@ def with_trained(params: Any, trained: Any) -> Any:
 def _broken(grads: Sequence[Array]) -> Array:
     """Which gradients are not all finite."""
     return jnp.stack([~jnp.all(jnp.isfinite(x)) for x in grads])
+
+
+def _names(tree: Any) -> list[str]:
+    """The path of each leaf."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def _start(state: TrainState) -> Pending:

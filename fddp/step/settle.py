@@ -94,6 +94,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
             repr(options),
             f"schedule {name_of(schedule)}",
             f"plan {replica.provisional_plan(state.params).digest}",
+            *replica.described_groups(state.params),
             *described("batch", batch),
             *described("parameter", state.params),
             *described("model_state", state.model_state),

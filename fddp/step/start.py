@@ -101,6 +101,7 @@ def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_s
         repr(replica.options),
         repr(replica.local_steps),
         f"plan {replica.provisional_plan(params).digest}",
+        *replica.described_groups(params),
         f"{len(jax.tree.leaves(params))} parameters",
         *described("parameter", params),
         *described("parts of", specs(replica.group.placement, params)),

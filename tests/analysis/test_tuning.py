@@ -86,6 +86,13 @@ def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
     assert "best" in str(tuning)
 
 
+def test_a_tuning_keeps_the_groups_that_it_is_given(group):
+    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
+    options = {"group": group(1), "steps": 1, "groups": lambda path: "both"}
+    tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), **options)
+    assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [(0, 1)]
+
+
 def test_what_only_a_fused_step_can_run_is_refused(group):
     with pytest.raises(ValueError, match="2 replicas in 1 processes"):
         fddp.tune(two_layers, optax.sgd(0.1), {}, None, group=group(2))

@@ -76,6 +76,15 @@ def test_a_weight_may_be_more_than_16_bits_hold(group, dtype, weight):
     assert grad.dtype == dtype and float(grad) == pytest.approx(2.0**-10, rel=REPLICAS * float(jnp.finfo(dtype).eps))
 
 
+def test_a_weight_of_less_than_1_divides_before_the_sum_which_would_overflow(group):
+    def f(weight: float) -> Any:
+        loss = lambda w, x: fddp.Weighted(jnp.mean(w.astype(jnp.float32) * x), weight)  # noqa: E731
+        return fddp.value_and_grad(loss, group=group(REPLICAS))(np.ones((), np.float16), np.full(REPLICAS, 30_000.0))
+
+    assert float(f(1)[1]) == np.inf
+    assert [float(x) for x in f(1 / REPLICAS)] == [30_000, 30_000]
+
+
 @SCHEDULES
 @HALVES
 def test_parameters_of_16_bits_are_trained(group, schedule, dtype):

@@ -168,21 +168,21 @@ def tune(
         )
     if not caps_mb:
         raise ValueError("caps_mb must hold at least one cap to choose from.")
-    caps = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb") if name in options}
+    bucketing = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb", "groups") if name in options}
     alone = group.subgroup([group.rank])
 
-    def made(group: Group, cap_mb: float) -> tuple[TrainStep, Run]:
-        settings = options | {"schedule": "staged", "bucket_cap_mb": cap_mb}
+    def made(group: Group, cap_mb: float, **other: Any) -> tuple[TrainStep, Run]:
+        settings = options | {"schedule": "staged", "bucket_cap_mb": cap_mb} | other
         step = train_step(loss_fn, optimizer, group=group, has_aux=has_aux, **settings)
         state = step.init(params, model_state=model_state, rng=rng)
         return step, lambda: step.measure(state, [batch] * steps)
 
     link = measure_link(group)
-    finest, run_finest = made(alone, 0.0)
+    finest, run_finest = made(alone, 0.0, groups=None)
     run_finest()  # settles the order of readiness
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
     exact = finest.plan.carrier.bucket is not None
-    plans = {cap: make_plan(params, order=order, bucket_cap_mb=cap, **caps) for cap in caps_mb}
+    plans = {cap: make_plan(params, order=order, bucket_cap_mb=cap, **bucketing) for cap in caps_mb}
     plans = {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in different(plans).items()}
 
     def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
