@@ -68,13 +68,14 @@ def two_hosts(rate: str) -> Iterator[None]:
         _take_down()
 
 
-def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]]) -> Any:
+def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]], *, each: int = 1) -> Any:
     """Runs a command on both hosts and returns what rank 0 had to say.
 
     Args:
       backend: "gloo" or "mpi".
       rate: of the wire.
       command: from the path of a file to the command whose rank 0 writes JSON there.
+      each: ranks of a host.
 
     Returns:
       What was written.
@@ -86,23 +87,23 @@ def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]]) -> Any
         path = Path(folder) / "said.json"
         words = command(str(path))
         start = start_mpi if backend == "mpi" else start_gloo
-        with ending(start(words, {"PYTHONPATH": str(ROOT)})) as jobs:
+        with ending(start(words, {"PYTHONPATH": str(ROOT)}, each)) as jobs:
             if any(job.wait(900) for job in jobs):
                 raise RuntimeError(f"{' '.join(words)} failed over {backend}; its error is above.")
         return json.loads(path.read_text())
 
 
-def start_gloo(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:
-    """Starts a command on each host, as rank 0 and 1 by FDDP_* variables."""
-    world = {"FDDP_SIZE": "2", "FDDP_COORDINATOR": f"{ADDRESSES[0]}:{PORT}", "NPROC": "2"}
+def start_gloo(command: Sequence[str], env: Mapping[str, str], each: int = 1) -> list[subprocess.Popen]:
+    """Starts a command on each host, as so many ranks of each by FDDP_* variables."""
+    world = {"FDDP_SIZE": str(2 * each), "FDDP_COORDINATOR": f"{ADDRESSES[0]}:{PORT}", "NPROC": "2"}
     return [
-        subprocess.Popen([*_enter(rank), *command], env={**os.environ, **world, "FDDP_RANK": str(rank), **env})
-        for rank in range(2)
+        subprocess.Popen([*_enter(rank // each), *command], env={**os.environ, **world, "FDDP_RANK": str(rank), **env})
+        for rank in range(2 * each)
     ]
 
 
-def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess.Popen]:
-    """Starts a command on each host, as rank 0 and 1 of MPI over TCP."""
+def start_mpi(command: Sequence[str], env: Mapping[str, str], each: int = 1) -> list[subprocess.Popen]:
+    """Starts a command on each host, as so many ranks of MPI, over TCP between hosts."""
     folder = tempfile.mkdtemp(prefix="fddp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     launcher = Path(folder) / "enter"
@@ -113,14 +114,15 @@ def start_mpi(command: Sequence[str], env: Mapping[str, str]) -> list[subprocess
     )
     launcher.chmod(0o755)
     over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
-    hosts = ["-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", ",".join(ADDRESSES), "-ppn", "1", "-n", "2"]
+    hosts = ["-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", ",".join(ADDRESSES)]
+    hosts += ["-ppn", str(each), "-n", str(2 * each)]
     # mpiexec lives on the first host: the second reaches it over the wire.
     inside = ["ip", "netns", "exec", NAMES[0], MPIEXEC, *hosts, *command]
     return [subprocess.Popen(inside, env={**os.environ, **over_tcp, **env})]
 
 
-def _enter(rank: int) -> list[str]:
-    return ["ip", "netns", "exec", NAMES[rank], "taskset", "-c", str(rank)]
+def _enter(host: int) -> list[str]:
+    return ["ip", "netns", "exec", NAMES[host], "taskset", "-c", str(host)]
 
 
 def _set_up(rate: str) -> None:

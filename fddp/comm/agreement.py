@@ -7,18 +7,19 @@ compared too, and every rank raises the same error.
 import json
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fddp.comm.group import Group
+if TYPE_CHECKING:  # a group compares, too
+    from fddp.comm.group import Group
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
 
 
-def verify(group: Group, what: str, describe: Callable[[], Iterable[str]]) -> None:
+def verify(group: "Group", what: str, describe: Callable[[], Iterable[str]]) -> None:
     """Compares a description on all ranks, and fails on all of them where it differs or cannot be given.
 
     Only messages of fixed size are sent before the descriptions are known to have one length.

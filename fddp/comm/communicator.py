@@ -3,7 +3,7 @@
 Everything that travels within a program goes through a `Communicator`; `count_bytes` tells how much that is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,31 +42,34 @@ class Communicator:
         return self.all_reduce
 
 
-def axis_communicator(axis_name: str, size: int, platform: str) -> Communicator:
+def axis_communicator(
+    axis_name: str, size: int, platform: str, *, among: Sequence[Sequence[int]] | None = None
+) -> Communicator:
     """The collectives of XLA over one axis of a mesh.
 
     Args:
       axis_name: the axis.
-      size: how many replicas lie along it.
+      size: how many replicas talk to each other.
       platform: of the mesh's devices: "cpu", "gpu", "cuda", "tpu".
+      among: the replicas along the axis, cut into so many each that talk among themselves; None: all do.
 
     Returns:
       The communicator.
     """
 
     def exchange(rows: Array) -> Array:
-        return jax.lax.all_to_all(rows, axis_name, 0, 0)
+        return jax.lax.all_to_all(rows, axis_name, 0, 0, axis_index_groups=among)
 
     communicator = Communicator(
         size=size,
         replica_index=lambda: jax.lax.axis_index(axis_name),
-        all_reduce=lambda x: jax.lax.psum(x, axis_name),
+        all_reduce=lambda x: jax.lax.psum(x, axis_name, axis_index_groups=among),
         all_to_all=exchange,
-        all_gather=lambda x: jax.lax.all_gather(x, axis_name),
+        all_gather=lambda x: jax.lax.all_gather(x, axis_name, axis_index_groups=among),
         # Gloo's own reduce-scatter gives wrong numbers (jax#40830).
         reduce_scatter=partial(_exchanged_and_added, exchange)
         if platform == "cpu"
-        else lambda rows: jax.lax.psum_scatter(rows, axis_name),
+        else lambda rows: jax.lax.psum_scatter(rows, axis_name, axis_index_groups=among),
         native16=platform != "cpu",
     )
     return _of_one(communicator)

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fddp.comm.agreement import verify
 from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
+from fddp.comm.levels import Levels, blocks, by_node
 from fddp.comm.placement import Placement
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
@@ -59,6 +61,10 @@ class Group:
     """Makes a smaller group; see `subgroup`."""
     clone: Callable[[int], tuple[Transport, ...]] = field(repr=False, compare=False)
     """Transports that work side by side: so many, or fewer where the backend has no more."""
+    levels: Levels = field(repr=False, compare=False)
+    """What makes a group that sums over nodes first; see `hierarchical`."""
+    local: int | None = None
+    """Replicas of a node, where sums go over nodes first; None: they go over all at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     """What this process does, step by step."""
 
@@ -150,6 +156,49 @@ class Group:
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} is not in {ranks}; call subgroup only on its members.")
         return replace(self.make_subgroup(ranks), journal=self.journal)
+
+    def hierarchical(self, local: int | None = None) -> "Group":
+        """Makes a group of the same replicas, whose sums go over every node first and then between the nodes.
+
+        For hosts with several ranks each, on Gloo; NCCL does it by itself, and so does MPICH. Every process calls it.
+        Where nodes have one replica each, or there is one node, a sum is the plain one, if in another order.
+
+        Args:
+          local: replicas of a node: the first so many are one node, the next so many another, as launchers fill hosts;
+            None: nodes are found, by who shares memory (MPI) or a host (meshes).
+
+        Returns:
+          The group. Its other collectives are this one's, and so are its subgroups. The bytes that leave a replica on
+          both levels, which `info.sent` tells, are those of a plain sum: 2 (p − 1)/p of an array. Of these
+          2 (m − 1)/(m · local) go over the network that joins m nodes.
+
+        Raises:
+          ValueError: nodes have unequally many replicas, `local` is no divisor of `size`, ranks give different ones, or
+            a replica is several devices; on every rank.
+
+        Example:
+          >>> import fddp
+          >>> group = fddp.init()
+          >>> group.hierarchical().size == group.size
+          True
+        """
+        verify(self, "nodes", lambda: self._described_nodes(local))
+        # What is found is known to all alike: all go on, or none.
+        nodes = by_node(self.levels.find()) if local is None else blocks(local, self.size)
+        communicator, clone = self.levels.make(nodes)
+        lanes = clone(max(1, len(self.transport.clones)))
+        transport = lanes[0]._replace(clones=lanes if self.transport.clones else ())
+        return replace(self, local=len(nodes[0]), communicator=communicator, transport=transport, clone=clone)
+
+    def _described_nodes(self, local: int | None) -> list[str]:
+        if axes := self.placement.other_axes:
+            raise ValueError(
+                f"a sum in two levels needs replicas of one device each, and a replica of this group is several, along "
+                f"{', '.join(map(repr, axes))}."
+            )
+        if local is not None:
+            blocks(local, self.size)
+        return [f"local={local}"]
 
 
 def _hosted(x: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
+from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, held_alike, placed, placed_alike
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
@@ -85,7 +86,8 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
 
     placement = mesh_placement(mesh, axis_name)
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
-    transport = mesh_transport(placement, communicator)
+    transport, hosts = mesh_transport(placement, communicator), mesh_hosts(mesh)
+    places = [processes.index(process) for process in owner]
     return Group(
         rank=processes.index(jax.process_index()),
         processes=len(processes),
@@ -95,10 +97,11 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         placement=placement,
         communicator=communicator,
         transport=transport,
-        hosts=mesh_hosts(mesh),
+        hosts=hosts,
         recovery=Recovery(service_meet(coordination_client, [x.process_index for x in _first_devices(mesh)])),
         make_subgroup=make_subgroup,
         clone=clone,
+        levels=mesh_levels(placement, communicator, platform, partial(hosts_of, hosts, places)),
     )
 
 
@@ -206,6 +209,34 @@ def mesh_transport(placement: Placement, communicator: Communicator) -> Transpor
         all_gather=blocking(lambda x: communicator.all_gather(x).reshape(-1), REPLICATED),
         tree_reduce=lambda x, blocks: in_tree(blocks)(x),
     )
+
+
+def mesh_levels(
+    placement: Placement, communicator: Communicator, platform: str, find: Callable[[], Sequence[Any]]
+) -> Levels:
+    """How replicas along an axis sum in two levels.
+
+    Args:
+      placement: from `mesh_placement`.
+      communicator: over the same axis.
+      platform: of its devices.
+      find: finds the node of each replica.
+
+    Returns:
+      The levels.
+    """
+
+    def make(nodes: Nodes) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
+        node, network = (
+            axis_communicator(str(placement.axis_name), len(among[0]), platform, among=among)
+            for among in (nodes, same_places(nodes))
+        )
+        both = in_two_levels(communicator, node, network)
+        transport = mesh_transport(placement, both)
+        # One lane: devices in another order are the same nodes, and two sums at once would mix there.
+        return both, lambda count: (transport,)
+
+    return Levels(find, make)
 
 
 def mesh_hosts(mesh: Mesh) -> Hosts:

@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Shaped, UInt8
 
-from fddp.comm.communicator import mpi_communicator, mpi_word
+from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word
 from fddp.comm.group import Group
+from fddp.comm.levels import Levels, Nodes, in_two_levels
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed_alike
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
@@ -47,6 +48,7 @@ def mpi_group(comm: Any) -> Group:
     # A communicator for each: messages inside of programs (mpi4jax), those between programs, those of the hosts, those
     # after an error, and the user's own never meet.
     transport, whole, ranks = mpi_transport(comm.Clone()), MPI.COMM_WORLD.Get_group(), comm.Get_group()
+    communicator, hosts = mpi_communicator(comm.Clone()), mpi_hosts(comm.Clone())
     return Group(
         rank=comm.rank,
         processes=comm.size,
@@ -54,12 +56,13 @@ def mpi_group(comm: Any) -> Group:
         backend="mpi",
         global_ranks=tuple(MPI.Group.Translate_ranks(ranks, None, whole)),
         placement=mpi_placement(),
-        communicator=mpi_communicator(comm.Clone()),
+        communicator=communicator,
         transport=transport,
-        hosts=mpi_hosts(comm.Clone()),
+        hosts=hosts,
         recovery=Recovery(mpi_meet(comm.Clone())),
         make_subgroup=lambda ranks: mpi_group(comm.Create_group(comm.Get_group().Incl(list(ranks)))),
         clone=lambda count: (transport, *(mpi_transport(comm.Clone()) for _ in range(count - 1))),
+        levels=mpi_levels(comm, communicator, hosts),
     )
 
 
@@ -107,19 +110,13 @@ def mpi_transport(comm: Any) -> Transport:
 
     device, like = jax.local_devices()[0], receive_buffers()
 
-    def wait_for(requests: Sequence[Any]) -> None:
-        wait = FIRST_WAIT_S
-        while not MPI.Request.Testall(requests):
-            time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
-
     def all_reduce(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
         sent = jax.device_get(mpi_word(x))
         received = like(sent)
         parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
-        wait_for([comm.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts])
+        _wait_for([comm.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts])
         return jax.device_put(received, device).astype(x.dtype)
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
@@ -127,7 +124,7 @@ def mpi_transport(comm: Any) -> Transport:
             return x
         sent = jax.device_get(mpi_word(x))
         received = like(sent[: sent.size // comm.size])
-        wait_for([comm.Ireduce_scatter_block(sent, received, op=MPI.SUM)])
+        _wait_for([comm.Ireduce_scatter_block(sent, received, op=MPI.SUM)])
         return jax.device_put(received, device).astype(x.dtype)
 
     def all_gather(x: jax.Array) -> jax.Array:
@@ -135,7 +132,7 @@ def mpi_transport(comm: Any) -> Transport:
             return x
         sent = jax.device_get(x)
         received = like(sent, comm.size)
-        wait_for([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8))])
+        _wait_for([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8))])
         return jax.device_put(received, device)
 
     def tree_reduce(x: jax.Array, blocks: int) -> jax.Array:
@@ -149,6 +146,81 @@ def mpi_transport(comm: Any) -> Transport:
     for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)
     added = jax.jit(sum_of_parts, static_argnums=1)
     return Transport(all_reduce, reduce_scatter, all_gather, tree_reduce)
+
+
+def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
+    """How ranks of MPI sum in two levels.
+
+    Args:
+      comm: the ranks.
+      communicator: of the same, inside a program.
+      hosts: of the same.
+
+    Returns:
+      The levels.
+    """
+    from mpi4py import MPI
+
+    def find() -> list[int]:
+        shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        first = np.array([shared.bcast(comm.rank)])
+        shared.Free()
+        return hosts.all_gather(first.view(np.uint8)).view(first.dtype).ravel().tolist()
+
+    def make(nodes: Nodes) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
+        ((number, place),) = [(k, node.index(comm.rank)) for k, node in enumerate(nodes) if comm.rank in node]
+
+        def split() -> tuple[Any, Any]:
+            return comm.Split(number, place), comm.Split(place, number)
+
+        def carrier() -> Transport:
+            return mpi_transport(comm.Clone())._replace(all_reduce=_two_level_sum(*split()))
+
+        node, network = map(mpi_communicator, split())
+        transport = carrier()
+        both = in_two_levels(communicator, node, network)
+        return both, lambda count: (transport, *(carrier() for _ in range(count - 1)))
+
+    return Levels(find, make)
+
+
+def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:
+    """A sum over the ranks of a node, then over those of its place on each node: all in the memory of the result."""
+    from mpi4py import MPI
+
+    device, like = jax.local_devices()[0], receive_buffers()
+
+    def all_reduce(x: jax.Array) -> jax.Array:
+        sent = jax.device_get(mpi_word(x))
+        received = like(sent)
+        messages, totals = np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES)
+        parts = [np.array_split(total, node.size) for total in totals]
+        sizes = [[part.size for part in cut] for cut in parts]
+        # On each communicator the calls begin in one order on all ranks, whichever of them is done first.
+        running = [
+            node.Ireduce_scatter(message, cut[node.rank], size, op=MPI.SUM)
+            for message, cut, size in zip(messages, parts, sizes)
+        ]
+        for k, cut in enumerate(parts):
+            _wait_for([running[k]])
+            running[k] = network.Iallreduce(MPI.IN_PLACE, cut[node.rank], op=MPI.SUM)
+        for k, (total, size) in enumerate(zip(totals, sizes)):
+            _wait_for([running[k]])
+            running[k] = node.Iallgatherv(MPI.IN_PLACE, [total, size])
+        _wait_for(running)
+        return jax.device_put(received, device).astype(x.dtype)
+
+    return all_reduce
+
+
+def _wait_for(requests: Sequence[Any]) -> None:
+    """Asks less and less often whether all are done."""
+    from mpi4py import MPI
+
+    wait = FIRST_WAIT_S
+    while not MPI.Request.Testall(requests):
+        time.sleep(wait)
+        wait = min(2 * wait, LONGEST_WAIT_S)
 
 
 def mpi_hosts(comm: Any) -> Hosts:

@@ -22,7 +22,7 @@ def round_robin(groups: Sequence[Group]) -> Group:
 
     Under MPI every group has communicators of its own. Under Gloo XLA has one for each order of the devices, so at
     most as many sums run side by side as there are processes, further groups take their turns on these, and where a
-    process has several devices, all sums stay on one.
+    process has several devices, or sums go over nodes first, all stay on one.
 
     Args:
       groups: groups of the same processes in the same order, such as `[group] * 3`.
@@ -61,4 +61,5 @@ def _described(groups: Sequence[Group]) -> list[str]:
 
 def _form(group: Group) -> str:
     along = f" along {group.axis_name!r}" if group.axis_name else ""
-    return f"{group.size} replicas of backend {group.backend!r}{along} on processes {list(group.global_ranks)}"
+    nodes = f", over nodes of {group.local} first," if group.local else ""
+    return f"{group.size} replicas of backend {group.backend!r}{along}{nodes} on processes {list(group.global_ranks)}"

@@ -95,6 +95,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
             f"schedule {name_of(schedule)}",
             f"plan {replica.provisional_plan(state.params).digest}",
             *replica.described_groups(state.params),
+            f"group.local {group.local}",
             *described("batch", batch),
             *described("parameter", state.params),
             *described("model_state", state.model_state),

@@ -102,6 +102,7 @@ def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_s
         repr(replica.local_steps),
         f"plan {replica.provisional_plan(params).digest}",
         *replica.described_groups(params),
+        f"group.local {replica.group.local}",
         f"{len(jax.tree.leaves(params))} parameters",
         *described("parameter", params),
         *described("parts of", specs(replica.group.placement, params)),

@@ -16,7 +16,17 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
 
 from fddp.analysis.auditing.gpus import CHIPS, Chip
-from fddp.comm import AXIS, Group, Hosts, Recovery, axis_communicator, mesh_placement, mesh_transport, replica_mesh
+from fddp.comm import (
+    AXIS,
+    Group,
+    Hosts,
+    Recovery,
+    axis_communicator,
+    mesh_levels,
+    mesh_placement,
+    mesh_transport,
+    replica_mesh,
+)
 from fddp.runtime import missing_compiler
 
 # Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
@@ -139,4 +149,5 @@ def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Any], Group]) -> 
         recovery=Recovery(lambda place, seconds: True),
         make_subgroup=make_subgroup,
         clone=lambda count: (transport,),
+        levels=mesh_levels(placement, communicator, "gpu", lambda: (0,) * size),
     )
