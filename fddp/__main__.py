@@ -139,7 +139,7 @@ def run_measure(chosen: argparse.Namespace) -> int:
     params, model_state = module.init(model, jax.random.key(0), batch)
     step = fddp.train_step(module.loss_fn(model), optax.adamw(1e-3), group=group, has_aux=True, **_caps(chosen))
     measured = step.measure(step.init(params, model_state=model_state), [batch] * chosen.steps)
-    if group.rank == 0:
+    if group.is_main:
         print(measured)
         for path, write in ((chosen.trace, measured.trace), (chosen.picture, measured.picture)):
             if path:
@@ -157,8 +157,7 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
 def run_tune(chosen: argparse.Namespace) -> int:
     group = fddp.init()
     tuning = tune_model(*read_model(chosen.model), chosen.rows, group=group)
-    if group.rank == 0:
-        print(tuning)
+    group.print(tuning)
     return 0
 
 

@@ -73,6 +73,28 @@ class Group:
         """The axis for collectives inside a loss (BatchNorm's `axis_name`); None under MPI, which has no mesh."""
         return self.placement.axis_name
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes for all."""
+        return self.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Prints on rank 0 alone, and at once: a launcher reads what a script has flushed.
+
+        Every argument is made on every rank, so what needs all ranks may stand among them.
+
+        Args:
+          *values: as for Python's own `print`.
+          **options: likewise.
+
+        Example:
+          >>> import fddp
+          >>> fddp.init().print("loss", 0.5, sep=" = ")
+          loss = 0.5
+        """
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
     def all_gather(self, x: Any) -> np.ndarray:
         """Collects an array of one shape and dtype from every process.
 

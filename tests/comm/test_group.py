@@ -1,5 +1,6 @@
 """What hosts say to each other, and which groups and worlds cannot be."""
 
+import io
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,6 +50,17 @@ def test_gathering_stacks_along_a_new_dim_also_what_is_empty_or_a_number(group):
     assert group(2).all_gather(3).tolist() == [3]
     assert group(2).all_gather(np.zeros((0, 2), np.int8)).shape == (1, 0, 2)
     group(2).barrier()
+
+
+def test_what_rank_0_prints_is_flushed_and_goes_where_it_is_sent(group):
+    class Screen(io.StringIO):
+        def flush(self) -> None:
+            flushed.append(self.getvalue())
+
+    flushed: list[str] = []
+    group(2).print("loss", 0.5, file=Screen())
+    replace(group(2), rank=1).print("loss", 0.5, file=Screen())
+    assert flushed == ["loss 0.5\n"]
 
 
 def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):

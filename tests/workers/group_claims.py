@@ -1,7 +1,9 @@
 """What ranks say to each other outside of steps: values that can be computed by hand."""
 
+import io
 import os
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import jax
@@ -18,6 +20,14 @@ def the_group_knows_its_place(group: fddp.Group):
     assert 0 <= group.rank < group.processes == group.size
     assert group.all_gather(group.rank).tolist() == list(range(group.size))
     assert fddp.init() is group
+
+
+@claim()
+def rank_0_alone_is_main_and_prints(group: fddp.Group):
+    with redirect_stdout(io.StringIO()) as shown:
+        group.print("size", group.all_reduce(1), sep=" = ")
+    assert group.all_gather(group.is_main).tolist() == [True] + [False] * (group.size - 1)
+    assert shown.getvalue() == (f"size = {group.size}\n" if group.rank == 0 else "")
 
 
 @claim()
