@@ -22,6 +22,7 @@ from fddp.comm import Group as Group
 from fddp.comm import mesh_group as mesh_group
 from fddp.comm import mpi_group as mpi_group
 from fddp.comm import round_robin as round_robin
+from fddp.data import gather_rows as gather_rows
 from fddp.data import join as join
 from fddp.data import samples as samples
 from fddp.hooks import GradBucket as GradBucket

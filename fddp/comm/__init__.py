@@ -37,6 +37,7 @@ from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import parts as parts
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
+from fddp.comm.ragged import gather_bytes as gather_bytes
 from fddp.comm.recovery import Recovery as Recovery
 from fddp.comm.recovery import poll as poll
 from fddp.comm.rotation import round_robin as round_robin

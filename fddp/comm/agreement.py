@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fddp.comm.ragged import gather_bytes
+
 if TYPE_CHECKING:  # a group compares, too
     from fddp.comm.group import Group
 
@@ -40,15 +42,12 @@ def verify(group: "Group", what: str, describe: Callable[[], Iterable[str]]) -> 
     except Exception as error:  # whatever it is, the other ranks must hear of it
         lines, failure = [f"{type(error).__name__}: {error}"], error
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
-    heads = group.all_gather(np.frombuffer(sha256(text).digest() + len(text).to_bytes(8, "big"), np.uint8))
-    if np.all(heads == heads[0]):
+    digests = group.all_gather(np.frombuffer(sha256(text).digest(), np.uint8))
+    if np.all(digests == digests[0]):
         if failure is not None:
             raise failure
         return
-    lengths = [int.from_bytes(head[-8:].tobytes(), "big") for head in heads]
-    rows = group.all_gather(np.frombuffer(text.ljust(max(lengths)), np.uint8))
-    reports = [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
-    raise _disagreement(what, reports) from failure
+    raise _disagreement(what, [json.loads(report) for report in gather_bytes(group, text)]) from failure
 
 
 def described(title: str, tree: Any) -> list[str]:

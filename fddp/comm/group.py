@@ -17,10 +17,10 @@ from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
 from fddp.comm.levels import Levels, blocks, by_node
 from fddp.comm.placement import Placement
+from fddp.comm.ragged import CHUNK_BYTES
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
 
-CHUNK_BYTES = 64 * 2**20
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from workers import (
     checkpoint_claims,
     error_claims,
+    evaluation_claims,
     group_claims,
     hook_claims,
     level_claims,
@@ -31,6 +32,7 @@ CLAIMS = claims_of(
     mismatch_claims,
     error_claims,
     checkpoint_claims,
+    evaluation_claims,
     virtual_claims,
 )
 

@@ -1,0 +1,69 @@
+"""The rows of all ranks together, as many as each has.
+
+Source: `gather_all_tensors` in torchmetrics; `gather_for_metrics` in Accelerate.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fddp.comm import Group, described, gather_bytes, verify
+from fddp.runtime import group_of
+
+
+def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
+    """Puts the rows of all ranks one behind the other, in order of rank, on every rank; every rank calls it.
+
+    Args:
+      tree: arrays, predictions say, whose first dim counts rows: of equal structure, dtypes and other dims on all
+        ranks, with any number of rows, none too.
+      group: who gathers; None: the group of `fddp.init()`.
+
+    Returns:
+      The tree with the rows of all ranks, as NumPy's arrays on the host.
+
+    Raises:
+      ValueError: the forms of a row differ between ranks, or there are no rows to count; on every rank.
+      TypeError: a leaf is no array of numbers; on every rank.
+
+    Example:
+      >>> import fddp, numpy as np
+      >>> fddp.gather_rows({"row": np.arange(3)})
+      {'row': array([0, 1, 2])}
+    """
+    group, hosted = group_of("gather_rows", group), list[np.ndarray]()
+
+    def describe() -> list[str]:
+        rows = jax.tree_util.tree_map_with_path(_row, tree)
+        hosted.extend(np.asarray(x) for x in jax.tree.leaves(tree))
+        return described("a row of", rows)
+
+    verify(group, "rows", describe)
+    counts = np.array([len(x) for x in hosted], np.int64)
+    every = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
+    apart = [_read(data, hosted) for data in every]
+    return jax.tree.unflatten(jax.tree.structure(tree), [np.concatenate(parts) for parts in zip(*apart)])
+
+
+def _row(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+    """The form of a row."""
+    name = f"the array{jax.tree_util.keystr(path)}"
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind in "OSU":
+        raise TypeError(f"fddp.gather_rows: {name} must be an array of numbers, got {dtype or type(x).__name__}.")
+    if not x.shape:
+        raise ValueError(f"fddp.gather_rows: {name} has no dims, and rows lie along the first: give x[None].")
+    return jax.ShapeDtypeStruct(x.shape[1:], dtype)
+
+
+def _read(data: bytes, like: list[np.ndarray]) -> list[np.ndarray]:
+    """What one rank sent: how many rows each of its arrays has, then the arrays."""
+    counts = np.frombuffer(data, np.int64, len(like))
+    shapes = [(int(count), *x.shape[1:]) for count, x in zip(counts, like)]
+    ends = np.cumsum([counts.nbytes, *(np.prod(shape, dtype=int) * x.itemsize for shape, x in zip(shapes, like))])
+    return [
+        np.frombuffer(data[begin:end], x.dtype).reshape(shape)
+        for begin, end, shape, x in zip(ends[:-1], ends[1:], shapes, like)
+    ]
