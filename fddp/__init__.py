@@ -45,6 +45,7 @@ from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState
 from fddp.step import TrainStep as TrainStep
+from fddp.step import evaluate as evaluate
 from fddp.step import train_step as train_step
 from fddp.step import value_and_grad as value_and_grad
 from fddp.step import whole as whole

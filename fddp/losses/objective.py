@@ -9,7 +9,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 
 class Weighted(NamedTuple):
-    """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number.
+    """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number; so
+    is a metric of `fddp.evaluate`.
 
     Σ w·g / Σ w over replicas and micro-batches is then the gradient of the mean over all tokens, however unevenly they
     lie. A loss without a weight counts with its rows. The weight may be zero where the loss is finite; w·g must fit the

@@ -4,6 +4,7 @@ The first batch settles a step: the order of readiness, the plan, the programs. 
 and analysis.
 """
 
+from fddp.step.evaluate import evaluate as evaluate
 from fddp.step.gradients import value_and_grad as value_and_grad
 from fddp.step.options import Options as Options
 from fddp.step.state import StepInfo as StepInfo

@@ -79,15 +79,7 @@ def check_params(plan: BucketPlan, params: Any) -> None:
 
 def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
     """Says that a batch cannot be divided among replicas and micro-batches."""
-    leaves = jax.tree.leaves(batch)
-    if not leaves:
-        raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
-    counts = {np.shape(x)[:1] for x in leaves}
-    if len(counts) > 1 or () in counts:
-        refuse_lists(batch)
-        got = shortened(described("", batch), ", ")
-        raise ValueError(f"the arrays of a batch must have equally many rows, got {got}.")
-    ((rows,),) = counts
+    rows = check_rows(batch)
     if rows % replica.micro_batches or rows == 0:
         raise ValueError(
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
@@ -103,6 +95,30 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
                 f"the state has gradients pending of {len(pending)} replicas, this group has "
                 f"{held}; synchronize with a step before the number of replicas changes."
             )
+
+
+def check_rows(batch: Any) -> int:
+    """How many rows a batch has.
+
+    Args:
+      batch: what a user gave.
+
+    Returns:
+      The first dim of its arrays.
+
+    Raises:
+      ValueError: there are no arrays, or they have unequally many rows.
+    """
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
+    counts = {np.shape(x)[:1] for x in leaves}
+    if len(counts) > 1 or () in counts:
+        refuse_lists(batch)
+        got = shortened(described("", batch), ", ")
+        raise ValueError(f"the arrays of a batch must have equally many rows, got {got}.")
+    ((rows,),) = counts
+    return rows
 
 
 def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> None:

@@ -1,8 +1,13 @@
 """What ranks find together that have unequally many rows, on rows that NumPy joins."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from workers.claims import claim, error_of
+from workers.training_claims import same_on_all_ranks
 
 import fddp
 
@@ -34,3 +39,51 @@ def rows_of_another_form_on_one_rank_are_an_error_on_all(group: fddp.Group):
         assert "ranks differ in their rows" in message and "a row of x float32[4]" in message
     message = error_of(lambda: fddp.gather_rows(None if group.rank else "rows", group=group), TypeError)
     assert "rank 0: TypeError: fddp.gather_rows: the array must be an array of numbers, got str" in message
+
+
+### Metrics
+
+COUNTS = ([], [4, 4, 1], [3], [5, 2])  # rows of the batches of each rank: rank 0 has none
+ROWS = np.sin(np.arange(3.0 * sum(map(sum, COUNTS)))).reshape(-1, 3)
+
+
+def batches(group: fddp.Group) -> list[np.ndarray]:
+    """This rank's."""
+    ends = np.cumsum([0, *map(sum, COUNTS)])
+    counts, own = COUNTS[group.rank], ROWS[ends[group.rank] : ends[group.rank + 1]]
+    return np.split(own, np.cumsum(counts)[:-1]) if counts else []
+
+
+def metrics(w: Any, x: Any) -> Any:
+    weight = jnp.sum(x[:, 0] > 0)  # in no batch as many as rows
+    return {"error": jnp.mean((x @ w) ** 2), "where": fddp.Weighted(jnp.sum(x[:, 1] * (x[:, 0] > 0)) / weight, weight)}
+
+
+@claim()
+def metrics_are_means_over_the_rows_of_all_ranks_however_many_batches_each_has(group: fddp.Group):
+    rows, w = ROWS[: sum(map(sum, COUNTS[: group.size]))], np.array([1.0, -2.0, 0.5])
+    with jax.enable_x64(True):
+        for shard in (None, "state"):
+            step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group, shard=shard)
+            got = fddp.evaluate(metrics, step.init(w), batches(group), group=group)
+            wanted = {"error": np.mean((rows @ w) ** 2), "where": np.mean(rows[rows[:, 0] > 0, 1])}
+            np.testing.assert_allclose([got["error"], got["where"]], [*wanted.values()], rtol=1e-14)
+            assert same_on_all_ranks(group, got)
+
+
+@claim()
+def a_metric_that_fails_on_one_rank_is_an_error_on_all_which_may_go_on(group: fddp.Group):
+    last = group.size - 1
+
+    def broken(w: Any, x: Any) -> Any:
+        raise ZeroDivisionError("no rows above zero")
+
+    metric = broken if group.rank == last else metrics
+    message = error_of(lambda: fddp.evaluate(metric, np.ones(3), batches(group), group=group), RuntimeError)
+    assert f"1 of {group.size} ranks failed.\nrank {last}: ZeroDivisionError: no rows above zero" in message, message
+    message = error_of(lambda: fddp.evaluate(metrics, np.ones(3), [], group=group))
+    assert "no rank has a batch" in message
+    other = (lambda w, x: jnp.mean(x)) if group.rank == last else metrics
+    message = error_of(lambda: fddp.evaluate(other, np.ones(3), [ROWS[:2]], group=group))
+    assert "ranks differ in their metrics" in message and f"rank {last}: metric value float64[]" in message, message
+    assert fddp.evaluate(lambda w, x: jnp.mean(x[:, 0]), (), [np.full((group.rank, 1), 2.0)], group=group) == 2

@@ -1,0 +1,186 @@
+"""Metrics of a state over all rows of all ranks, however unequally they lie; the ranks meet once, at the end.
+
+Source: `Metric.sync` in torchmetrics; `pad_shard_unpad` in clu and Flax, which pads what is not padded here.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, verify
+from fddp.jaxpr import refuse_deleted
+from fddp.losses import Weighted, check_callable
+from fddp.runtime import group_of
+from fddp.step.checks import check_rows, refuse_transformations
+from fddp.step.state import TrainState
+from fddp.step.whole import whole
+
+
+def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], *, group: Group | None = None) -> Any:
+    """Means of metrics over all rows of all ranks, which may have unequally many batches and rows; every rank calls it.
+
+    Nothing is padded and no row counts twice: a rank brings the rows that it has, none if need be. The ranks meet when
+    all are through, so that a rank whose metric fails fails on all of them, then.
+
+    Args:
+      metric_fn: `metric_fn(params, batch)` → a tree of floats, each a mean over the rows of the batch: numbers, or
+        arrays of one shape for all batches. One that is a mean over something else, tokens or the rows of each class,
+        says over how many: `fddp.Weighted(mean, number)`; what weighs nothing may be no number. With a model state it
+        is called with `model_state=` too; random keys it is not given. It is compiled once for each form of a batch:
+        give the same function each time. A loss will do.
+      state: a `TrainState`, of any step; or whatever is to stand in the place of its parameters: parameters that you
+        keep yourself, a Flax module (`net.module(state)` of `from_nnx`). It is left as it is.
+      batches: this process's batches; each a tree of arrays with equal first dims. If the rows of one can be dealt out
+        among this process's devices they are.
+      group: the replicas; None: those of `fddp.init()`.
+
+    Returns:
+      The tree of means: floats, and NumPy's arrays of float64, summed in float64; the same bits on every rank. Where
+      all weigh nothing it is NaN.
+
+    Raises:
+      ValueError: no rank has a batch, or rows do not fit, or ranks have other metrics; on every rank.
+      TypeError: a metric is no float, batches cannot be iterated; on every rank. Called under a transformation.
+      Exception: what `metric_fn` or `batches` raised on some rank, on every rank.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5))
+      >>> state = step.init(jnp.zeros(()))
+      >>> fddp.evaluate(lambda w, x: {"error": jnp.mean(abs(x - w))}, state, [jnp.ones(8), jnp.full(2, 6.0)])
+      {'error': 2.0}
+    """
+    refuse_transformations()
+    group = group_of("evaluate", group)
+    held = (state.params, state.model_state) if isinstance(state, TrainState) else (state, None)
+    refuse_deleted(jax.tree.leaves(held))
+    params, model_state = whole(held, group=group)
+    summed: list[bytes] = []
+
+    def through() -> list[str]:
+        check_callable("evaluate", "metric_fn", metric_fn)
+        summed.append(pickle.dumps(_sums(metric_fn, params, model_state, batches, group)))
+        return []
+
+    verify(group, "evaluation", through)
+    every = [pickle.loads(sums) for sums in gather_bytes(group, *summed)]
+    found = [sums for sums in every if sums is not None]
+    if not found:
+        raise ValueError("fddp.evaluate: no rank has a batch; give one of them at least one.")
+    own = every[group.rank]
+    verify(group, "metrics", lambda: described("metric", found[0] if own is None else own))
+    return jax.tree.map(_mean, _total(found), is_leaf=_is_weighted)
+
+
+def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches: Iterable[Any], group: Group) -> Any:
+    """Σ w·x and Σ w of each metric over this process's batches, in float64; None without a batch."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"fddp.evaluate: batches must be an iterable of this process's batches, got {type(batches).__name__}."
+        )
+    here, sums, flying = _alone(group), None, deque[Any]()
+    params, model_state = _own(group, here, (params, model_state))
+    for batch in batches:
+        group.journal.say(BETWEEN)
+        flying.append(_measured(metric_fn, params, model_state, _dealt(group, here, batch)))
+        # The host adds up what one batch gave while the next is computed.
+        if len(flying) > 1 or here.shares_cores:
+            sums = _plus(sums, flying.popleft())
+    return _plus(sums, *flying) if flying else sums
+
+
+def _alone(group: Group) -> Placement:
+    """The devices of this process, for programs of its own; under MPI all programs are."""
+    return group.placement if group.axis_name is None else group.make_subgroup([group.rank]).placement
+
+
+def _own(group: Group, here: Placement, tree: Any) -> Any:
+    """What is equal on all replicas, as this process has it on its own devices; nothing is copied or sent."""
+    tree = group.placement.place(tree, REPLICATED)
+    if here.axis_name is None:
+        return tree
+    mesh = here.place(np.zeros(()), REPLICATED).sharding.mesh
+
+    def own(x: Any) -> jax.Array:
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, x.sharding.spec), parts)
+
+    return jax.tree.map(own, tree)
+
+
+def _dealt(group: Group, here: Placement, batch: Any) -> Any:
+    """A batch on this process's devices: dealt out among its replicas, or whole on each where that cannot be."""
+    replicas = group.size // group.processes
+    return here.place(batch, REPLICATED if check_rows(batch) % replicas else here.per_replica)
+
+
+@partial(jax.jit, static_argnums=0)
+def _measured(metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> Any:
+    """A tree of `Weighted`, one for each metric."""
+    metrics = metric_fn(params, batch, **({} if model_state is None else {"model_state": model_state}))
+    if not jax.tree.leaves(metrics):
+        raise TypeError(f"metric_fn must return metrics, floats in a tree, got {metrics!r}.")
+    rows = jnp.shape(jax.tree.leaves(batch)[0])[0]
+    return jax.tree_util.tree_map_with_path(partial(_weighted, rows), metrics, is_leaf=_is_weighted)
+
+
+def _weighted(rows: int, path: Any, metric: Any) -> Weighted:
+    value, weight = metric if isinstance(metric, Weighted) else (metric, rows)
+    name = f"metric{jax.tree_util.keystr(path)}"
+    if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating):
+        raise TypeError(
+            f"{name} must be a float, the mean over the rows of a batch, got "
+            f"{value.dtype if hasattr(value, 'dtype') else type(value).__name__}: divide a count by the rows, or "
+            "return fddp.Weighted(mean, number)."
+        )
+    if jnp.shape(weight) not in ((), jnp.shape(value)):
+        raise ValueError(
+            f"{name} weighs {list(jnp.shape(weight))} and is {list(jnp.shape(value))}: give one number, or one for "
+            "each element."
+        )
+    return Weighted(jnp.asarray(value), jnp.asarray(weight))
+
+
+def _plus(sums: Any, *measured: Any) -> Any:
+    """Adds what batches gave to the sums, on the host."""
+    exact = [jax.tree.map(_weighed, jax.device_get(one), is_leaf=_is_weighted) for one in measured]
+    return _total([*([] if sums is None else [sums]), *exact])
+
+
+def _weighed(metric: Weighted) -> Weighted:
+    """Σ w·x and Σ w of one batch."""
+    value, weight = (np.asarray(x, np.float64) for x in metric)
+    total: Any = weight * np.where(weight == 0, 0, value)
+    return Weighted(total, weight)
+
+
+def _total(sums: list[Any]) -> Any:
+    """The sum of trees, in their order."""
+    return jax.tree_util.tree_map_with_path(_added, *sums)
+
+
+def _added(path: Any, first: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    for x in others:
+        if x.shape != first.shape:
+            name = f"metric{jax.tree_util.keystr(path[:-1])}"
+            raise ValueError(
+                f"{name} must have one shape for all batches, got {list(first.shape)} and {list(x.shape)}: take its "
+                "mean over the rows."
+            )
+    return sum(others, first)
+
+
+def _mean(sums: Weighted) -> Any:
+    mean = np.divide(sums.value, sums.weight, out=np.full(sums.value.shape, np.nan), where=sums.weight != 0)
+    return mean if mean.shape else mean.item()
+
+
+def _is_weighted(x: Any) -> bool:
+    return isinstance(x, Weighted)
