@@ -15,5 +15,6 @@ from fddp.optim.loss_scale import scale_of as scale_of
 from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided
 from fddp.optim.parts import kinds_of_state as kinds_of_state
+from fddp.optim.recorded import recorded as recorded
 from fddp.optim.updates import check_needs as check_needs
 from fddp.optim.updates import update as update

@@ -40,6 +40,11 @@ class StepInfo(NamedTuple):
     used: Any = None
     """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
     synchronization; 0 for leaves that are not trained."""
+    learning_rate: Float[Array, ""] | None = None
+    """Of this step, where the optimizer has it in its state: made by `optax.inject_hyperparams`, with one of them."""
+    grad_norm: Float[Array, ""] | None = None
+    """Of the mean gradients, where the optimizer takes it: with `optax.snapshot("grad_norm", optax.tree.norm)` at the
+    head of its chain."""
     sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
     """Bytes that each replica sent for each sum over replicas: one for each bucket of the plan, and at the end for what
     travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fddp.comm import laid_out
-from fddp.optim import DynamicScaleState, all_finite, update
+from fddp.optim import DynamicScaleState, all_finite, recorded, update
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import Mean, StepInfo, TrainState
 
@@ -32,7 +32,17 @@ def updated(
     after = state._replace(params=with_trained(state.params, new), opt_state=opt_state, model_state=mean.model_state)
     after, skipped = (after, None) if mean.broken is None else _if_finite(mean.grads, after, state)
     state = laid_out(replica.group.placement, after._replace(step=state.step + 1), where)
-    return state, StepInfo(mean.loss, mean.aux, _counts(state.params, mean.used), mean.sent, skipped, mean.broken)
+    # What is recorded is looked for while the program is made, and costs a step nothing.
+    return state, StepInfo(
+        mean.loss,
+        mean.aux,
+        used=_counts(state.params, mean.used),
+        learning_rate=recorded(opt_state, "learning_rate"),
+        grad_norm=recorded(opt_state, "grad_norm"),
+        sent=mean.sent,
+        skipped=skipped,
+        broken=mean.broken,
+    )
 
 
 def _if_finite(grads: Any, new: TrainState, old: TrainState) -> tuple[TrainState, Any]:
