@@ -60,12 +60,11 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
     refuse_transformations()
     group = group_of("evaluate", group)
     held = (state.params, state.model_state) if isinstance(state, TrainState) else (state, None)
-    refuse_deleted(jax.tree.leaves(held))
+    verify(group, "metric_fn or state", lambda: _described(metric_fn, held))
     params, model_state = whole(held, group=group)
     summed: list[bytes] = []
 
     def through() -> list[str]:
-        check_callable("evaluate", "metric_fn", metric_fn)
         summed.append(pickle.dumps(_sums(metric_fn, params, model_state, batches, group)))
         return []
 
@@ -77,6 +76,20 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
     own = every[group.rank]
     verify(group, "metrics", lambda: described("metric", found[0] if own is None else own))
     return jax.tree.map(_mean, _total(found), is_leaf=_is_weighted)
+
+
+def _described(metric_fn: Any, held: Any) -> list[str]:
+    """The form of what is to be evaluated, or what is wrong with it."""
+    check_callable("evaluate", "metric_fn", metric_fn)
+    leaves = jax.tree.leaves(held)
+    refuse_deleted(leaves)
+    for x in leaves:
+        if not hasattr(x, "shape") and not isinstance(x, int | float | complex):
+            raise TypeError(
+                "fddp.evaluate: state must be a TrainState, or a tree of arrays, such as parameters or an nnx module; "
+                f"it holds {type(x).__name__}."
+            )
+    return described("state", held)
 
 
 def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches: Iterable[Any], group: Group) -> Any:

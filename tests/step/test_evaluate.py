@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -184,6 +185,11 @@ def test_what_cannot_be_evaluated_is_refused(group, says: str):
     metric, batches, kind = REFUSED[says]
     with pytest.raises(kind, match=says):
         fddp.evaluate(metric, W, batches, group=group(1))
+
+
+def test_a_state_that_is_no_tree_of_arrays_is_refused(group):
+    with pytest.raises(TypeError, match="such as parameters or an nnx module; it holds Dense"):
+        fddp.evaluate(metrics, nn.Dense(2), [X], group=group(1))
 
 
 def test_an_evaluation_is_no_part_of_another_program(group):
