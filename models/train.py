@@ -95,8 +95,8 @@ def main(config: Config) -> None:
     console = screen(group)
     task = TASKS[config.model](config)
     state, plan, history = train(task, config, group, console)
-    results = task.test(*jax.tree.map(np.asarray, (state.params, state.model_state)))
-    if group.rank == 0:
+    results = task.test(state, group)
+    if group.is_main:
         results["loss curve"] = str(draw(task.title, config, history.losses))
         console.print(page(task.title, config, group, history, results, plan))
 
@@ -111,8 +111,8 @@ class Task(NamedTuple):
     rows: int
     batch: Callable[[Int[np.ndarray, " B"]], Any]
     """Rows, by their numbers."""
-    test: Callable[[Any, Any], dict[str, str]]
-    """What (params, model_state) can do on data that was held out: lines for the page."""
+    test: Callable[[fddp.TrainState, fddp.Group], dict[str, str]]
+    """What a state can do on data that was held out, of which each process takes its part: lines for the page."""
     rng: Any = None
     """A random key, if the loss draws numbers."""
 
@@ -254,11 +254,16 @@ def resnet_task(config: Config) -> Task:
     def batch(rows: Any) -> dict[str, np.ndarray]:
         return {"image": images[rows], "label": labels[rows].astype(np.int32)}
 
-    def test(params: Any, model_state: Any) -> dict[str, str]:
-        predict = jax.jit(lambda images: resnet.predict(model, params, model_state, images).argmax(-1))
-        found = np.concatenate([predict(x) for x in np.array_split(test_images, math.ceil(len(test_images) / 500))])
-        right = int((found == test_labels).sum())
-        return {"test accuracy": f"{right / len(found):.2%}: {right:,} of {len(found):,} images"}
+    def right(params: Any, batch: Any, *, model_state: Any = None) -> Any:
+        logits = resnet.predict(model, params, model_state, batch["image"])
+        return jnp.mean(logits.argmax(-1) == batch["label"])
+
+    def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
+        count = len(test_images)
+        mine = np.array_split(np.arange(count)[group.rank :: group.processes], math.ceil(count / 500))
+        batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in mine)
+        share = fddp.evaluate(right, state, batches, group=group)
+        return {"test accuracy": f"{share:.2%}: {round(share * count):,} of {count:,} images"}
 
     params, model_state = resnet.init(model, jax.random.key(config.seed), batch([0]))
     title = f"ResNet {config.preset} on {len(images):,} handwritten digits"
@@ -277,9 +282,10 @@ def gpt_task(config: Config) -> Task:
     def batch(rows: Any) -> dict[str, np.ndarray]:
         return {"tokens": text[rows].astype(np.int32)}
 
-    def test(params: Any, _: Any) -> dict[str, str]:
-        tokens = held_out[:: len(held_out) // 256 + 1].astype(np.int32)
-        loss, aux = jax.jit(loss_fn)(params, {"tokens": tokens})
+    def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
+        tokens = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(np.int32)
+        loss, aux = fddp.evaluate(loss_fn, state, [{"tokens": tokens}], group=group)
+        params = jax.tree.map(np.asarray, state.params)
         score = f"{loss / math.log(2):.2f} bits per byte, {aux['accuracy']:.0%} of the bytes foretold"
         return {"held-out files": score, "it writes": write(model, params, b"def ", 160)}
 
@@ -310,7 +316,7 @@ TASKS = {"resnet": resnet_task, "gpt": gpt_task}
 def screen(group: fddp.Group) -> Console:
     """What rank 0 writes on. Several ranks write lines, to a file perhaps: Open MPI gives one of them a terminal."""
     if group.processes > 1:
-        return Console(width=100, force_terminal=False, quiet=group.rank > 0)
+        return Console(width=100, force_terminal=False, quiet=not group.is_main)
     return Console(width=None if sys.stdout.isatty() else 100)
 
 

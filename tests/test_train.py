@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 from rich.text import Text
@@ -259,7 +260,7 @@ def test_every_byte_of_a_text_but_the_first_is_a_target_once():
     assert [bytes(row) for row in rows] == [b"abcd", b"defg", b"ghij"]
 
 
-def test_text_comes_from_files_of_which_some_are_held_out(tmp_path: Path):
+def test_text_comes_from_files_of_which_some_are_held_out(group: Callable[[int], fddp.Group], tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"a" * 100)
     config = replace(GPT, data=tmp_path)
     with pytest.raises(FileNotFoundError, match="it has 1"):
@@ -267,6 +268,7 @@ def test_text_comes_from_files_of_which_some_are_held_out(tmp_path: Path):
     (tmp_path / "b.txt").write_bytes(b"b" * 100)
     task = train.gpt_task(config)
     assert set(task.batch(np.arange(task.rows))["tokens"].flat) == {ord("b")}
-    results = task.test(task.params, None)
+    step = fddp.train_step(task.loss_fn, optax.sgd(0.0), group=group(2), has_aux=True)
+    results = task.test(step.init(task.params), group(2))
     assert math.isclose(float(results["held-out files"].split()[0]), 8, abs_tol=0.5)  # 256 bytes, all alike
     assert results["it writes"].startswith("def ")
