@@ -1,5 +1,7 @@
 """Metrics over all rows, against NumPy on the joined rows; that real ranks agree is held in `evaluation_claims.py`."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fddp
+from fddp.comm.journal import HEAD, HEADS, SIZE, Journal
 
 RNG = np.random.default_rng(3)
 X, W = RNG.normal(size=(29, 3)), RNG.normal(size=3)
@@ -83,6 +86,18 @@ def test_a_metric_is_compiled_once_for_each_form_of_a_batch(group):
     for _ in range(2):
         fddp.evaluate(counting, W, [X[:8], X[8:16], X[16:19]], group=group(4))
     assert traced == [(8, 3), (3, 3)]
+
+
+def test_each_batch_is_a_sign_to_the_watchers_that_a_rank_moves(group):
+    journal, moved = Journal(bytearray(SIZE)), set()
+
+    def batches() -> Iterator[np.ndarray]:
+        for _ in range(3):
+            moved.add(dict(zip(HEADS, HEAD.unpack_from(journal.memory, 0)))["moved"])
+            yield X[:8]
+
+    fddp.evaluate(metrics, W, batches(), group=replace(group(1), journal=journal))
+    assert len(moved) == 3
 
 
 ### States
