@@ -1,6 +1,6 @@
 """Metrics of a state over all rows of all ranks, however unequally they lie; the ranks meet once, at the end.
 
-Source: `Metric.sync` in torchmetrics; `pad_shard_unpad` in clu and Flax, which pads what is not padded here.
+Source: `Metric.sync` in torchmetrics; `pad_shard_unpad` in flax.jax_utils, which pads what is not padded here.
 """
 
 import pickle
@@ -48,7 +48,8 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
     Raises:
       ValueError: no rank has a batch, or rows do not fit, or ranks have other metrics; on every rank.
       TypeError: a metric is no float, batches cannot be iterated; on every rank. Called under a transformation.
-      Exception: what `metric_fn` or `batches` raised on some rank, on every rank.
+      Exception: what `metric_fn` or `batches` raised, on every rank: as it is where all ranks agree, else its words by
+        rank.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -69,6 +70,7 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
         return []
 
     verify(group, "evaluation", through)
+    # With their tree: a rank without a batch has never seen what a metric is.
     every = [pickle.loads(sums) for sums in gather_bytes(group, *summed)]
     found = [sums for sums in every if sums is not None]
     if not found:
