@@ -140,7 +140,7 @@ def mpi_transport(comm: Any) -> Transport:
             return x
         sent = jax.device_get(for_each(x, blocks))
         received = like(sent.reshape(-1)).reshape(sent.shape)
-        wait_for([comm.Ialltoall(sent.view(np.uint8), received.view(np.uint8))])
+        _wait_for([comm.Ialltoall(sent.view(np.uint8), received.view(np.uint8))])
         return all_gather(added(jax.device_put(received, device), blocks))[: x.size // blocks]
 
     for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)

@@ -3,7 +3,7 @@
 Source: `Metric.sync` in torchmetrics; `pad_shard_unpad` in flax.jax_utils, which pads what is not padded here.
 """
 
-import pickle
+import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -66,16 +66,13 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
     summed: list[bytes] = []
 
     def through() -> list[str]:
-        summed.append(pickle.dumps(_sums(metric_fn, params, model_state, batches, group)))
+        summed.append(_sums(metric_fn, params, model_state, batches, group))
         return []
 
     verify(group, "evaluation", through)
-    # With their tree: a rank without a batch has never seen what a metric is.
-    every = [pickle.loads(sums) for sums in gather_bytes(group, *summed)]
-    found = [sums for sums in every if sums is not None]
-    if not found:
-        raise ValueError("fddp.evaluate: no rank has a batch; give one of them at least one.")
-    own = every[group.rank]
+    (own,) = summed
+    every = [json.loads(words) for words in gather_bytes(group, _written(own))]
+    found = _read(own, every)
     verify(group, "metrics", lambda: described("metric", found[0] if own is None else own))
     return jax.tree.map(_mean, _total(found), is_leaf=_is_weighted)
 
@@ -161,6 +158,46 @@ def _weighted(rows: int, path: Any, metric: Any) -> Weighted:
             "each element."
         )
     return Weighted(jnp.asarray(value), jnp.asarray(weight))
+
+
+def _written(sums: Any) -> bytes:
+    """Sums in words, with their tree: a rank without a batch has never seen what a metric is."""
+    if sums is None:
+        return b"null"
+    leaves, tree = jax.tree.flatten(sums, is_leaf=_is_weighted)
+    try:
+        nodes = tree.serialize_using_proto().hex()
+    except ValueError:  # a class of the user's
+        nodes = None
+    return json.dumps({"tree": nodes, "leaves": [[_words(x) for x in pair] for pair in leaves]}).encode()
+
+
+def _read(own: Any, every: list[Any]) -> list[Any]:
+    """The sums of all ranks that have some; what comes from another process is never run, as pickles are."""
+    told = [one for one in every if one is not None]
+    if not told:
+        raise ValueError("fddp.evaluate: no rank has a batch; give one of them at least one.")
+    if len(told) < len(every) and None in [one["tree"] for one in told]:
+        raise ValueError(
+            "fddp.evaluate: a rank has no batch, and the tree of the metrics is of a class that cannot be told to it: "
+            "return them as a dict, a list or a tuple."
+        )
+    known = jax.tree.structure(own, is_leaf=_is_weighted)
+    registry, found = jax.tree_util.default_registry, list[Any]()
+    for one in told:
+        nodes = one["tree"] and bytes.fromhex(one["tree"])
+        tree = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, nodes) if nodes else known
+        found.append(tree.unflatten([Weighted(*map(_array, pair)) for pair in one["leaves"]]))
+    return found
+
+
+def _words(x: np.ndarray) -> list[Any]:
+    return [list(x.shape), x.tobytes().hex()]
+
+
+def _array(words: list[Any]) -> Any:
+    shape, data = words
+    return np.frombuffer(bytes.fromhex(data), np.float64).reshape(shape)
 
 
 def _plus(sums: Any, *measured: Any) -> Any:

@@ -27,7 +27,7 @@ def trained(group: fddp.Group, **options: Any) -> list[bytes]:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
     step = fddp.train_step(loss_fn, optimizer, group=group, virtual_replicas=VIRTUAL, **options)
     state, told = step.init(PARAMS, rng=jax.random.key(0)), []
-    share = {"rank": group.rank, "size": group.processes}
+    share: Any = {"rank": group.rank, "size": group.processes}
     for rows in islice(fddp.samples(50, BATCH, virtual_replicas=VIRTUAL, **share), STEPS):
         state, info = step(state, ROWS[rows])
         told.append(np.asarray(info.loss).tobytes())
