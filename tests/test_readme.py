@@ -90,8 +90,9 @@ def test_ci_calls_the_readmes_test_command():
     assert command.replace("pip install", "pip install -q") in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_readme_names_every_page():
-    assert [name for name in PAGES if f"`docs/{name}`" not in README] == []
+def test_the_readme_names_the_first_page_and_that_leads_to_every_other():
+    assert "`docs/index.md`" in README
+    assert [name for name in PAGES if name != "index.md" and f"]({name})" not in PAGES["index.md"]] == []
 
 
 ### docs/

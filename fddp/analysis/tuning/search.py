@@ -73,7 +73,7 @@ class Tuning:
         return self.best.predicted_s / self.measured_s - 1
 
     def at_scale(self, replicas: Sequence[int] = REPLICAS, algorithm: Algorithm = ring) -> tuple[Projection, ...]:
-        """What the step with the best cap would take on other numbers of replicas; see `fddp.scaling`.
+        """What the step with the best cap would take on other numbers of replicas; see `fddp.analysis.tuning.scaling`.
 
         Args:
           replicas: how many.

@@ -1,0 +1,80 @@
+"""The pages as a site: its nav has every page, its API every public name, every link a target, and it builds."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fddp
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
+
+
+def leaves(nav: Any) -> list[str]:
+    """The pages that a nav names, or a part of it."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(entry)]
+
+
+def anchors(page: Path) -> set[str]:
+    """What its headings can be linked to by."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_nav_has_every_page_once():
+    named = leaves(NAV)
+    assert sorted(name for name in named if not name.startswith("../")) == sorted(
+        path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")
+    )
+    assert all((DOCS / name).is_file() for name in named)
+
+
+def test_the_api_has_every_public_name_once():
+    public = [name for name in dir(fddp) if getattr(getattr(fddp, name), "__module__", "").startswith("fddp.")]
+    assert sorted(re.findall(r"^::: fddp\.(\w+)$", API, re.MULTILINE)) == sorted([*public, "hooks"])
+
+
+def test_the_api_has_every_hook():
+    functions = inspect.getmembers(fddp.hooks, inspect.isfunction)
+    made = {name for name, make in functions if inspect.signature(make).return_annotation is fddp.Hook}
+    (listed,) = re.findall(r"^::: fddp\.hooks\n.*?members: \[(.*?)\]", API, re.DOTALL | re.MULTILINE)
+    assert set(listed.split(", ")) == made
+
+
+def test_a_name_of_fddp_in_a_docstring_exists():
+    """A page makes a link of it."""
+    sources = "".join(path.read_text() for path in (ROOT / "fddp").rglob("*.py"))
+    named = set(re.findall(r"`fddp\.(\w+)`", sources))
+    assert {"Options", "whole"} <= named and [name for name in named if not hasattr(fddp, name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        to = page.parent / target if target else page
+        assert to.is_file(), target
+        assert not anchor or anchor in anchors(to), f"{target}#{anchor}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    """All the rest of what a page can be wrong in: mkdocs' own warnings are errors."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = (tmp_path / "api" / "step" / "index.html").read_text()
+    assert 'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps  # the function, not its module
