@@ -26,6 +26,12 @@ SCRIPTS = [
         re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", page, re.DOTALL)
     )
 ]
+# Scripts as the lines that go and come: (before, after), which find the same.
+CHANGES = [
+    pytest.param(change, id=f"{name}-{number}")
+    for name, page in PAGES.items()
+    for number, change in enumerate(re.findall(r"```diff\n(.*?)```", page, re.DOTALL))
+]
 
 
 def run(script: str, size: int, folder: Path) -> list[str]:
@@ -43,9 +49,9 @@ def run_here(script: str, folder: Path) -> None:
         runpy.run_path("script.py")
 
 
-def side(sign: str) -> str:
+def side(sign: str, change: str = THREE_LINES) -> str:
     """One of the two scripts of a diff: '-' the one before, '+' the one after."""
-    return "\n".join(line[2:] for line in THREE_LINES.splitlines() if line[:1] in ("", " ", sign))
+    return "\n".join(line[2:] for line in change.splitlines() if line[:1] in ("", " ", sign))
 
 
 ### README
@@ -102,6 +108,15 @@ def test_the_readme_names_the_first_page_and_that_leads_to_every_other():
 def test_the_scripts_of_the_pages_run_and_print_what_they_say(script, printed, tmp_path, capsys):
     run_here(script, tmp_path)
     assert not printed or capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_script_of_the_pages_prints_the_same_before_and_after(change, tmp_path, capsys):
+    printed = []
+    for sign in "-+":
+        run_here(side(sign, change), tmp_path)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].strip()
 
 
 def test_the_pages_tell_every_variable_that_fddp_reads():
