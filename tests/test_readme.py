@@ -18,12 +18,12 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 (THREE_LINES,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-# A script, and what it prints where the page says so.
+# A script, and what it prints where the page says so. What stands beside one is titled PyTorch, and PyTorch's.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")
     for name, page in PAGES.items()
     for number, (script, printed) in enumerate(
-        re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", page, re.DOTALL)
+        re.findall(r"```python(?: title=\"fddp\")?\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", page, re.DOTALL)
     )
 ]
 # Scripts as the lines that go and come: (before, after), which find the same.
