@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import os
 import pydoc
 import re
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fddp
 
@@ -194,3 +196,11 @@ def test_no_tracked_file_knows_one_machine():
         found += [f"{path}: {match[0]}" for match in private.finditer(text)]
     assert found == []
     assert "uv.lock" not in tracked
+
+
+def test_ci_calls_only_scripts_that_run_here():
+    workflows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    steps = [step for workflow in workflows for job in workflow["jobs"].values() for step in job["steps"]]
+    scripts = [step["run"].split()[0] for step in steps if "run" in step]
+    assert set(scripts) == {f".ci/{path.name}" for path in (ROOT / ".ci").iterdir()}
+    assert all(os.access(ROOT / script, os.X_OK) for script in scripts)

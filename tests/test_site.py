@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
-PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 def leaves(nav: Any) -> list[str]:
