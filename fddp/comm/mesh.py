@@ -13,23 +13,14 @@ from jaxtyping import UInt8
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, from_process, held_alike, placed, placed_alike
+from fddp.comm.mesh_placement import first_devices, mesh_placement
+from fddp.comm.placement import REPLICATED, Placement, from_process
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.comm.tree import tree_reduce
-from fddp.jax_internals import OVERLAP_OPTIONS, coordination_client, over_axes
+from fddp.jax_internals import coordination_client
 
 AXIS = "replica"
-
-# XLA would merge all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops barriers
-# before it puts instructions in order, and collectives of ranks whose programs differ then come in different orders.
-# Before Hopper XLA's GPU scheduler overlaps nothing unless told to.
-CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander"}
-GPU_OPTIONS = {
-    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
-    "xla_gpu_enable_latency_hiding_scheduler": "True",
-    **OVERLAP_OPTIONS,
-}
 
 
 def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
@@ -98,7 +89,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         communicator=communicator,
         transport=transport,
         hosts=hosts,
-        recovery=Recovery(service_meet(coordination_client, [x.process_index for x in _first_devices(mesh)])),
+        recovery=Recovery(service_meet(coordination_client, [x.process_index for x in first_devices(mesh)])),
         make_subgroup=make_subgroup,
         clone=clone,
         levels=mesh_levels(placement, communicator, platform, partial(hosts_of, hosts, places)),
@@ -108,76 +99,6 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
 def replica_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh of one axis over devices."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
-    """Replicas along one axis of a mesh.
-
-    Args:
-      mesh: devices of one or several processes.
-      axis_name: the axis over which replicas lie; along the other axes lie the devices of each.
-
-    Returns:
-      The placement.
-    """
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    per_replica = PartitionSpec(axis_name)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
-    single = mesh.shape[axis_name] == mesh.size  # a replica is one device
-    sharding = functools.cache(partial(NamedSharding, mesh))
-    fed_by_programs = single and sharding(per_replica).is_fully_addressable
-    view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
-
-    def spec(x: Any) -> PartitionSpec:
-        own = getattr(x, "sharding", None)
-        if single or not isinstance(own, NamedSharding) or not _same_devices(own.mesh, mesh):
-            return REPLICATED
-        entries = [_without(entry, axis_name) for entry in own.spec]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
-
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
-        # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
-        spread = over_axes(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name})
-        # Several devices of a replica hold what `place` gave them. Where results lie is said too: of arrays without
-        # elements XLA finds that they are equal everywhere, and the next program would not take them.
-        specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}
-        places: Any = jax.tree.map(sharding, specs)
-        return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
-
-    def place(tree: Any, where: PartitionSpec) -> Any:
-        if single or where != REPLICATED:
-            return placed_alike(tree, sharding(where))
-        return jax.tree.map(lambda x: placed(x, sharding(spec(x))), tree)
-
-    def feed(rows: Any) -> Any:
-        # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
-        if fed_by_programs and not _committed(rows):
-            return rows
-        return place(rows, per_replica)
-
-    def together(arrays: Sequence[Any], where: PartitionSpec) -> Any:
-        (first, *more), times = arrays[0].shape or (1,), 1 if where == REPLICATED else mesh.shape[axis_name]
-        shape = (times * first, *more) if arrays[0].shape else ()
-        return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
-
-    return Placement(
-        axis_name=axis_name,
-        per_replica=per_replica,
-        replicas_in_array=mesh.shape[axis_name],
-        # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
-        shares_cores=on_cpu and mesh.size > len(_first_devices(mesh)),
-        view=view,
-        spec=spec,
-        program=program,
-        place=place,
-        holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
-        each=lambda x: tuple(shard.data for shard in x.addressable_shards),
-        together=together,
-        feed=feed,
-    )
 
 
 def mesh_transport(placement: Placement, communicator: Communicator) -> Transport:
@@ -248,7 +169,7 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
     Returns:
       The hosts.
     """
-    hosts = Mesh(_first_devices(mesh), ("process",))
+    hosts = Mesh(first_devices(mesh), ("process",))
     row = PartitionSpec("process")
     copy = jax.jit(lambda rows: rows, out_shardings=NamedSharding(hosts, REPLICATED))
     join = jax.jit(
@@ -288,27 +209,3 @@ def _turned(mesh: Mesh, axis_name: str, turn: int) -> Transport:
     return own._replace(
         all_reduce=lambda x: there(other.all_reduce(there(x, ring, placement.per_replica)), mesh, REPLICATED),
     )
-
-
-def _first_devices(mesh: Mesh) -> list[Any]:
-    """One device of each process, in the order of the mesh."""
-    first: dict[int, Any] = {}
-    for device in mesh.devices.flat:
-        first.setdefault(device.process_index, device)
-    return list(first.values())
-
-
-def _same_devices(mesh: Any, other: Mesh) -> bool:
-    return isinstance(mesh, Mesh) and mesh.shape == other.shape and bool(np.all(mesh.devices == other.devices))
-
-
-def _without(entry: Any, axis_name: str) -> Any:
-    """What stays of an entry of a spec, when an array is to be equal along an axis."""
-    if isinstance(entry, tuple):
-        return tuple(axis for axis in entry if axis != axis_name) or None
-    return None if entry == axis_name else entry
-
-
-def _committed(tree: Any) -> bool:
-    """Whether the user has put some of these arrays on a device of his choice."""
-    return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))

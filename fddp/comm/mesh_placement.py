@@ -1,0 +1,117 @@
+"""Where the programs of replicas along one axis of a mesh run, and how XLA compiles them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike
+from fddp.jax_internals import OVERLAP_OPTIONS, over_axes
+
+# XLA would merge all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops barriers
+# before it puts instructions in order, and collectives of ranks whose programs differ then come in different orders.
+# Before Hopper XLA's GPU scheduler overlaps nothing unless told to.
+CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander"}
+GPU_OPTIONS = {
+    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
+    "xla_gpu_enable_latency_hiding_scheduler": "True",
+    **OVERLAP_OPTIONS,
+}
+
+
+def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
+    """Replicas along one axis of a mesh.
+
+    Args:
+      mesh: devices of one or several processes.
+      axis_name: the axis over which replicas lie; along the other axes lie the devices of each.
+
+    Returns:
+      The placement.
+    """
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    per_replica = PartitionSpec(axis_name)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
+    single = mesh.shape[axis_name] == mesh.size  # a replica is one device
+    sharding = functools.cache(partial(NamedSharding, mesh))
+    fed_by_programs = single and sharding(per_replica).is_fully_addressable
+    view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
+
+    def spec(x: Any) -> PartitionSpec:
+        own = getattr(x, "sharding", None)
+        if single or not isinstance(own, NamedSharding) or not _same_devices(own.mesh, mesh):
+            return REPLICATED
+        entries = [_without(entry, axis_name) for entry in own.spec]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
+        # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
+        spread = over_axes(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name})
+        # Several devices of a replica hold what `place` gave them. Where results lie is said too: of arrays without
+        # elements XLA finds that they are equal everywhere, and the next program would not take them.
+        specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}
+        places: Any = jax.tree.map(sharding, specs)
+        return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
+
+    def place(tree: Any, where: PartitionSpec) -> Any:
+        if single or where != REPLICATED:
+            return placed_alike(tree, sharding(where))
+        return jax.tree.map(lambda x: placed(x, sharding(spec(x))), tree)
+
+    def feed(rows: Any) -> Any:
+        # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
+        if fed_by_programs and not _committed(rows):
+            return rows
+        return place(rows, per_replica)
+
+    def together(arrays: Sequence[Any], where: PartitionSpec) -> Any:
+        (first, *more), times = arrays[0].shape or (1,), 1 if where == REPLICATED else mesh.shape[axis_name]
+        shape = (times * first, *more) if arrays[0].shape else ()
+        return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
+
+    return Placement(
+        axis_name=axis_name,
+        per_replica=per_replica,
+        replicas_in_array=mesh.shape[axis_name],
+        # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
+        shares_cores=on_cpu and mesh.size > len(first_devices(mesh)),
+        view=view,
+        spec=spec,
+        program=program,
+        place=place,
+        holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
+        each=lambda x: tuple(shard.data for shard in x.addressable_shards),
+        together=together,
+        feed=feed,
+    )
+
+
+def first_devices(mesh: Mesh) -> list[Any]:
+    """One device of each process, in the order of the mesh."""
+    first: dict[int, Any] = {}
+    for device in mesh.devices.flat:
+        first.setdefault(device.process_index, device)
+    return list(first.values())
+
+
+def _same_devices(mesh: Any, other: Mesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.shape == other.shape and bool(np.all(mesh.devices == other.devices))
+
+
+def _without(entry: Any, axis_name: str) -> Any:
+    """What stays of an entry of a spec, when an array is to be equal along an axis."""
+    if isinstance(entry, tuple):
+        return tuple(axis for axis in entry if axis != axis_name) or None
+    return None if entry == axis_name else entry
+
+
+def _committed(tree: Any) -> bool:
+    """Whether the user has put some of these arrays on a device of his choice."""
+    return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))
