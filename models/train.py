@@ -61,6 +61,8 @@ class Config:
     """Decides the first parameters and the order of rows, alike for any number of replicas."""
     replicas: int = 1
     """CPU devices of this process, if it is alone; under mpiexec each process is a replica."""
+    virtual_replicas: int | None = None
+    """Slices of the batch: training gives the same bits on any number of replicas that divides this one."""
     backend: Literal["nccl", "gloo", "mpi", "local"] | None = None
     """What carries the gradients; None: what fddp.init finds best."""
     bucket_cap_mb: float = 25
@@ -159,6 +161,7 @@ def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tu
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     # A layer that no replica ran stays as it is, moments and all.
     options: Any = {"bucket_cap_mb": config.bucket_cap_mb, "find_unused_parameters": config.layer_drop > 0}
+    options["virtual_replicas"] = config.virtual_replicas
     options["skip_nonfinite"] = True  # so no checkpoint holds what is no number
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state, rng=task.rng)
@@ -189,6 +192,7 @@ def loop(
         size=group.processes,
         seed=config.seed,
         drop_last=True,
+        virtual_replicas=config.virtual_replicas,
         start_step=start,
     )
     rows = grain.MapDataset.source(list(islice(own_rows, left)))

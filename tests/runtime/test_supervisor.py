@@ -156,6 +156,22 @@ def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_a_rank_that_is_lost_for_good_costs_no_bit_where_replicas_are_virtual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VIRTUAL_REPLICAS", "12")
+    by = ("--by", "processes", "-n")
+    calm, _ = trained(tmp_path / "calm", *by, "2")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    words = ("--", sys.executable, str(WORKERS / "resumes.py"), str(folder), "14", "2:6")
+    assert run(*by, "3", *words).returncode != 0
+    assert run(*by, "2", *words).returncode == 0
+    assert json.loads((folder / "end.json").read_text()) == calm
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_who_is_told_to_end_saves_and_ends_all_well(tmp_path: Path):
     command = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--"]
     command += [sys.executable, str(WORKERS / "resumes.py"), str(tmp_path), "1000000"]

@@ -1,6 +1,7 @@
 """A training that is killed now and then and goes on: `resumes.py FOLDER STEPS RANK:STEP ...`.
 
-The rank kills itself before the step, once. At the end rank 0 writes FOLDER/end.json: all losses, and the state's bits.
+With VIRTUAL_REPLICAS it has so many, and no hook. The rank kills itself before the step, once. At the end rank 0 writes
+FOLDER/end.json: all losses, and the state's bits.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +41,16 @@ def digest(state: fddp.TrainState) -> str:
 def main(folder: Path, steps: int, *kills: str) -> None:
     group = fddp.init(stall_s=10.0)
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
-    step = fddp.train_step(loss_fn, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
+    virtual = int(os.environ.get("VIRTUAL_REPLICAS", 0)) or None
+    options: Any = {"virtual_replicas": virtual} if virtual else {"hook": fddp.hooks.topk(0.4)}
+    step = fddp.train_step(loss_fn, optimizer, group=group, bucket_cap_mb=0, **options)
     params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32)}
     state = step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
     with fddp.Checkpoints(folder / "saved", step, every=4) as checkpoints:
         state, losses = checkpoints.restore(state)
         losses = losses or []
-        rows = fddp.samples(len(ROWS), 12, rank=group.rank, size=group.processes, start_step=int(state.step))
+        share: Any = {"rank": group.rank, "size": group.processes, "virtual_replicas": virtual}
+        rows = fddp.samples(len(ROWS), 12, start_step=int(state.step), **share)
         for number in islice(rows, steps - int(state.step)):
             for kill in kills:
                 killed = folder / f"killed {kill}"
