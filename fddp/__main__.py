@@ -178,7 +178,7 @@ def run_reproduce(chosen: argparse.Namespace) -> int:
     if min(replicas) < 1:
         raise ValueError(f"--replicas must be 1 or more each, got {chosen.replicas}.")
     # Where there is no GPU a host is as many devices as it is told to be.
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+    if jax.config.jax_num_cpu_devices < max(replicas):  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_num_cpu_devices", max(replicas))
     found = reproduce(chosen.model, chosen.steps, replicas, chosen.rows)
     print(found)

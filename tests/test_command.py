@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 import pytest
 
 import fddp
 from fddp.__main__ import main
+from fddp.analysis.reproduction import distinct
 from models import resnet
 
 pytestmark = pytest.mark.steps
@@ -68,6 +71,26 @@ def test_tune_prints_a_prediction_for_each_cap_and_what_the_best_took():
     run = subprocess.run(words, cwd=ROOT, env=alone(), capture_output=True, text=True, check=True)
     assert "an all-reduce takes" in run.stdout and run.stdout.count("best") == 1
     assert re.search(r"bucket_cap_mb=[\d.]+: measured [\d.]+ ms, predicted", run.stdout)
+
+
+def test_reproduce_prints_three_digests_and_equal(capsys):
+    assert main(["reproduce", "--steps", "3"]) == 0
+    head, *digests, verdict = capsys.readouterr().out.splitlines()
+    assert head == "a small net, 3 steps of 4 virtual replicas" and verdict == "equal"
+    assert [line.split()[0] for line in digests] == ["1", "2", "4"]
+    assert len({line.split()[-1] for line in digests}) == 1
+
+
+def test_where_calls_of_one_program_differ_nothing_is_claimed(capsys, monkeypatch):
+    """As XLA:CPU with several threads may do."""
+    calls = count()
+    found = distinct(lambda x: x + next(calls) // 25, np.zeros(2))
+    assert found == 2
+    monkeypatch.setattr("fddp.analysis.reproduction.distinct", lambda *args: found)
+    assert main(["reproduce", "--steps", "1", "--replicas", "1,2"]) == 1
+    assert "no claim: 50 calls of one program gave 2 results" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+    assert "virtual_replicas cannot promise equal bits here" in capsys.readouterr().out
 
 
 def test_doctor_names_what_is_here(capsys):

@@ -18,8 +18,9 @@ import numpy as np
 
 from fddp.comm import Placement, merges, trace
 from fddp.hooks import Reduction
-from fddp.jaxpr import ready_order
+from fddp.jaxpr import arrivals, ready_order
 from fddp.schedules.lists import forms_of, names_of, stages_of
+from fddp.schedules.programs import HALF
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, communications, equal_everywhere
 
 # Gradients of so many bytes end a stage: a place that no option moves.
@@ -71,7 +72,7 @@ def in_virtual_replicas(
     of_state, of_rows = names_of("state", state), names_of("rows", rows)
 
     contribute, (made, kept) = trace(placement, step.contribute, state, one, number)
-    parts, held = names_of("part", made), names_of("kept", kept)
+    parts, held = names_of("made", made), names_of("kept", kept)
     groups = _cuts(made[0], ready_order(contribute, len(made[0])), len(parts), len(held))
     read = [*of_state, *names_of("row", one), "number"]
     stages = stages_of("stage", "compute", contribute, read, [*parts, *held], groups)
@@ -85,7 +86,9 @@ def in_virtual_replicas(
 
     unpack, came = trace(placement, step.unpack, messages)
     back, keeps = names_of("came", came), [_of(name, v) for v in range(step.each) for name in held]
-    tasks += stages_of("unpack", "update", unpack, [task.writes[0] for task in sends], back, [range(len(back))])
+    when = arrivals(unpack, {k: k for k in range(len(sends))})
+    groups = [[at for at, last in enumerate(when) if last == k] for k in range(len(sends))]
+    tasks += stages_of("unpack", "update", unpack, [task.writes[0] for task in sends], back, groups)
 
     nbytes = jax.ShapeDtypeStruct((len(sends),), np.uint32)
     finish, result = trace(placement, step.finish, state, came, [kept] * step.each, nbytes)
@@ -107,43 +110,44 @@ def _contributions(
     step: VirtualStep, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
 ) -> list[Task]:
     """The stages of all virtual replicas, and behind each what becomes of what it made."""
-    tasks, complete = list[Task](), merges(step.block)
-    # By message: sums that wait for their other half in the tree, and whole blocks behind these.
+    tasks, complete, whole = list[Task](), merges(step.block), step.each == step.block
+    # By message: sums that wait for their other half in the tree, and whole blocks.
     waiting, blocks = [list[str]() for _ in packing], [list[str]() for _ in packing]
     added = cache(partial(_added, packing))
     for v in range(step.each):
-        there, left = set[str](), 0
+        there, left, last = set[str](), 0, v == step.each - 1
         for stage in stages:
             tasks.append(_renamed(stage, v))
             there |= set(stage.writes)
             while left < len(packing) and there.issuperset(packing[left].reads):
-                k, last = left, v == step.each - 1
-                halves = complete[v % step.block]
-                whole = blocks[k] if last else []
-                halves = waiting[k][len(waiting[k]) - halves :]
-                made = sends[k].reads[0] if last else f"sum of message {k} up to {v}"
-                run = added(k, len(whole), len(halves))
-                reads = (*whole, *halves, *(_of(name, v) for name in packing[k].reads))
-                tasks.append(Compute(f"add message {k} of {v}", reads, (made,), run))
-                del waiting[k][len(waiting[k]) - len(halves) :]
-                (blocks if (v + 1) % step.block == 0 else waiting)[k].append(made)
-                left += 1
+                k, count = left, complete[v % step.block]
+                stack, title = (blocks[k], "block ") if (v + 1) % step.block == 0 else (waiting[k], HALF)
+                halves = [waiting[k].pop() for _ in range(count)][::-1]
+                stack.append(sends[k].reads[0] if whole and last else f"{title}of message {k} up to {v}")
+                reads = (*halves, *(_of(name, v) for name in packing[k].reads))
+                tasks.append(Compute(f"add message {k} of {v}", reads, (stack[-1],), added(k, count)))
+                if last and not whole:
+                    tasks.append(Compute(f"join message {k}", tuple(blocks[k]), sends[k].reads, _joined))
                 if last:
                     tasks.append(sends[k])
+                left += 1
     return tasks
 
 
-def _added(packing: Sequence[Compute], k: int, blocks: int, halves: int) -> Callable[..., Sequence[Any]]:
-    """Packs a message, adds it to sums that waited for it, the last of them first, and puts it behind whole blocks."""
+def _added(packing: Sequence[Compute], k: int, count: int) -> Callable[..., Sequence[Any]]:
+    """Packs a message, and adds it to sums that waited for it, the last of them first."""
 
     def run(*values: Any) -> Sequence[Any]:
-        whole, waiting, read = values[:blocks], values[blocks : blocks + halves], values[blocks + halves :]
-        (message,) = packing[k].run(*read)
-        for half in reversed(waiting):
+        (message,) = packing[k].run(*values[count:])
+        for half in reversed(values[:count]):
             message = half + message
-        return (jnp.concatenate([*whole, message]),)
+        return (message,)
 
     return run
+
+
+def _joined(*blocks: Any) -> Sequence[Any]:
+    return (jnp.concatenate(blocks),)
 
 
 def _dealt(each: int, rows: Sequence[str], of_one: Sequence[str]) -> Compute:
