@@ -15,8 +15,6 @@ from fddp.schedules.pieces import MakeList
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
-# How the name of a sum begins that a task adds to in its own memory, if it is what it reads first.
-HALF = "half "
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
 # (placement, tasks, values that are there at first, whether the state's memory may be reused)
@@ -103,7 +101,7 @@ def on_each_device(placement: Placement, listed: TaskList, values: Mapping[str, 
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
         free = tuple(at for at, name in enumerate(task.reads) if donate and name in last[task.name] and _of_state(name))
-        free += (0,) if task.reads[0].startswith(HALF) else ()
+        free += tuple(range(task.reuses))
         own = known.setdefault((task.run, free), jax.jit(task.run, donate_argnums=free))
 
         def run(*read: Any) -> Sequence[Any]:

@@ -33,6 +33,8 @@ class Compute(NamedTuple):
     """(values that it reads) → values that it writes; what a replica has for itself comes and goes with a first dim."""
     kind: str = "compute"
     """"compute" (forward and backward) or "update"."""
+    reuses: int = 0
+    """In the memory of so many values, the first that it reads, it may write; nobody else has them."""
 
 
 class Communicate(NamedTuple):

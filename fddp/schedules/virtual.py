@@ -9,7 +9,7 @@ Source: EasyScale (Li et al., SC 2023), whose workers stand for several threads 
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,20 @@ from fddp.comm import Placement, merges, trace
 from fddp.hooks import Reduction
 from fddp.jaxpr import arrivals, ready_order
 from fddp.schedules.lists import forms_of, names_of, stages_of
-from fddp.schedules.programs import HALF
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, communications, equal_everywhere
 
 # Gradients of so many bytes end a stage: a place that no option moves.
 STAGE_BYTES = 2**20
 FIRST = "first"
+
+
+class Half(NamedTuple):
+    """A sum that waits for more."""
+
+    names: tuple[str, ...]
+    """Its values."""
+    added: bool
+    """Whether it was added here: what a stage made may be what somebody else holds."""
 
 
 class VirtualStep(NamedTuple):
@@ -109,11 +117,13 @@ def in_virtual_replicas(
 def _contributions(
     step: VirtualStep, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
 ) -> list[Task]:
-    """The stages of all virtual replicas, and behind each what becomes of what it made."""
-    tasks, complete, whole = list[Task](), merges(step.block), step.each == step.block
-    # By message: sums that wait for their other half in the tree, and whole blocks.
-    waiting, blocks = [list[str]() for _ in packing], [list[str]() for _ in packing]
-    added = cache(partial(_added, packing))
+    """The stages of all virtual replicas, and behind each what becomes of what it made.
+
+    What waits for its other half in the tree waits as it was made; a block that is whole is packed.
+    """
+    tasks, complete = list[Task](), merges(step.block)
+    added, packed = cache(_added), cache(lambda k, count: _packed(packing[k], count))
+    waiting, blocks = [list[Half]() for _ in packing], [list[str]() for _ in packing]
     for v in range(step.each):
         there, left, last = set[str](), 0, v == step.each - 1
         for stage in stages:
@@ -121,12 +131,22 @@ def _contributions(
             there |= set(stage.writes)
             while left < len(packing) and there.issuperset(packing[left].reads):
                 k, count = left, complete[v % step.block]
-                stack, title = (blocks[k], "block ") if (v + 1) % step.block == 0 else (waiting[k], HALF)
                 halves = [waiting[k].pop() for _ in range(count)][::-1]
-                stack.append(sends[k].reads[0] if whole and last else f"{title}of message {k} up to {v}")
-                reads = (*halves, *(_of(name, v) for name in packing[k].reads))
-                tasks.append(Compute(f"add message {k} of {v}", reads, (stack[-1],), added(k, count)))
-                if last and not whole:
+                own = Half(tuple(_of(name, v) for name in packing[k].reads), False)
+                reads = tuple(name for half in (*halves, own) for name in half.names)
+                if (v + 1) % step.block == 0:
+                    blocks[k].append(
+                        sends[k].reads[0] if step.each == step.block else f"block of message {k} up to {v}"
+                    )
+                    tasks.append(Compute(f"pack message {k} of {v}", reads, (blocks[k][-1],), packed(k, count)))
+                elif count:
+                    names = tuple(f"half of {name} up to {v}" for name in packing[k].reads)
+                    reuses = len(names) if halves[0].added else 0
+                    tasks.append(Compute(f"add message {k} of {v}", reads, names, added(count), reuses=reuses))
+                    waiting[k].append(Half(names, True))
+                else:
+                    waiting[k].append(own)
+                if last and step.each > step.block:
                     tasks.append(Compute(f"join message {k}", tuple(blocks[k]), sends[k].reads, _joined))
                 if last:
                     tasks.append(sends[k])
@@ -134,16 +154,22 @@ def _contributions(
     return tasks
 
 
-def _added(packing: Sequence[Compute], k: int, count: int) -> Callable[..., Sequence[Any]]:
-    """Packs a message, and adds it to sums that waited for it, the last of them first."""
+def _added(count: int) -> Callable[..., Sequence[Any]]:
+    """Adds what waited, the last of it first, to what comes behind it."""
 
     def run(*values: Any) -> Sequence[Any]:
-        (message,) = packing[k].run(*values[count:])
-        for half in reversed(values[:count]):
-            message = half + message
-        return (message,)
+        width = len(values) // (count + 1)
+        *waiting, made = (values[at : at + width] for at in range(0, len(values), width))
+        for half in reversed(waiting):
+            made = [a + b for a, b in zip(half, made)]
+        return made
 
     return run
+
+
+def _packed(packing: Compute, count: int) -> Callable[..., Sequence[Any]]:
+    """The same, packed."""
+    return lambda *values: packing.run(*_added(count)(*values))
 
 
 def _joined(*blocks: Any) -> Sequence[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Messages, add_tail, pack, take_tail, unpack
-from fddp.comm import Group, block_of, mpi_word, trace
+from fddp.comm import Group, block_of, trace
 from fddp.schedules import (
     Pieces,
     Runner,
@@ -79,30 +79,36 @@ def virtual_step(
     # Those that travel, in one order whatever the buckets are.
     leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
 
+    wide = _widened(plan)
+
     def one(number: Any) -> Replica:
         """What one of so many virtual replicas does, which has a number of its own."""
         comm = replace(group.communicator, size=virtual, replica_index=lambda: number)
         return replace(replica, group=replace(group, communicator=comm))
 
-    def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
+    def made_of(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
         made: Any
         made, kept = one(number).local(lambda *made: made, state, None, rows)  # type: ignore
         grads = plan.treedef.flatten_up_to(made[0])
         return ([grads[i] for i in leaves], made[1]), kept
 
+    def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
+        made, kept = made_of(state, rows, number)
+        return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), made), kept
+
     def messages(made: Made) -> Messages:
         grads, inside = dict(zip(leaves, made[0])), range(plan.treedef.num_leaves)
-        return add_tail(plan, pack(plan, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
+        return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
 
     share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // virtual, *x.shape[1:]), x.dtype), rows)
-    _, (made, _) = trace(group.placement, contribute, forms_of(state), share, jax.ShapeDtypeStruct((), np.int32))
-    sent = jax.eval_shape(messages, made)
+    given = forms_of(state), share, jax.ShapeDtypeStruct((), np.int32)
+    (_, (made, _)), (_, (widened, _)) = (trace(group.placement, f, *given) for f in (made_of, contribute))
+    sent = jax.eval_shape(messages, widened)
 
-    def unpacked(sums: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-        back = [total.astype(x.dtype) for total, x in zip(sums, sent.arrays)]
-        buckets, tail = take_tail(plan, replace(sent, arrays=tuple(back)))
-        grads = plan.treedef.flatten_up_to(unpack(plan, buckets))
-        return [grads[i] for i in leaves], tail
+    def unpacked(sums: Sequence[Array]) -> Made:
+        buckets, tail = take_tail(wide, replace(sent, arrays=tuple(sums)))
+        grads = plan.treedef.flatten_up_to(unpack(wide, buckets))
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), ([grads[i] for i in leaves], tail), made)
 
     def finish(state: TrainState, came: Made, kept: Sequence[Any], nbytes: Array) -> Any:
         grads = dict(zip(leaves, came[0]))
@@ -117,7 +123,7 @@ def virtual_step(
         block=block,
         first=group.placement.program(lambda: (each * group.communicator.replica_index())[None], (), of_each),
         contribute=contribute,
-        pack=lambda made: [mpi_word(x) for x in messages(made).arrays],
+        pack=lambda made: messages(made).arrays,
         unpack=unpacked,
         reductions=tuple(
             reduction._replace(collective="tree_reduce", blocks=each // block)
@@ -125,3 +131,15 @@ def virtual_step(
         ),
         finish=finish,
     )
+
+
+def _widened(plan: BucketPlan) -> BucketPlan:
+    """The plan of leaves that are added in 32 bits at least: XLA may add in more than 16 within a program, or not."""
+    leaves = tuple(replace(leaf, dtype=_wide(leaf.dtype)) for leaf in plan.leaves)
+    buckets = tuple(replace(bucket, dtype=_wide(bucket.dtype)) for bucket in plan.buckets)
+    return replace(plan, leaves=leaves, buckets=buckets)
+
+
+def _wide(dtype: Any) -> np.dtype:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return np.dtype(np.float32 if narrow else dtype)
