@@ -86,7 +86,9 @@ def by_layers(params: Any) -> Any:
     return {"embed": params["embed"], "norm": params["norm"], **layers}
 
 
-@pytest.mark.parametrize(("replicas", "stages", "micro_batches"), [(2, 2, 3), (1, 4, 2), (4, 1, 3)])
+@pytest.mark.parametrize(
+    ("replicas", "stages", "micro_batches"), [(2, 2, 3), (1, 4, 2), pytest.param(4, 1, 3, marks=pytest.mark.slow)]
+)
 def test_replicas_in_stages_end_where_one_device_does(x64, replicas, stages, micro_batches):
     _, state, losses = trained(replicas, stages, micro_batches)
     assert relative_error(Result(by_layers(state.params), None, losses), alone()) <= 1e-9
@@ -168,6 +170,7 @@ def test_rows_that_micro_batches_do_not_divide_are_an_error(x64, micro_batches):
 ### The worked example
 
 
+@pytest.mark.slow
 def test_the_example_trains_in_stages():
     options = ["--stages", "2", "--micro-batches", "4", "--layers", "2", "--steps", "20"]
     script = [sys.executable, "-W", "error", str(ROOT / "models" / "pipeline.py"), *options]

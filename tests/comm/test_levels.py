@@ -170,7 +170,7 @@ CLAIMS = ("sums_over_nodes_first_are_exact_between_programs_and_inside", "every_
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backend, size, devices", [("mpi", 4, 1), ("gloo", 2, 2)])
+@pytest.mark.parametrize("backend, size, devices", [pytest.param("mpi", 4, 1, marks=pytest.mark.slow), ("gloo", 2, 2)])
 def test_two_nodes_of_two_replicas_sum_over_nodes_first(backend: str, size: int, devices: int, tmp_path: Path):
     outcome = launch(
         backend,
