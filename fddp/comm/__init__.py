@@ -26,7 +26,7 @@ from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels
 from fddp.comm.mesh import mesh_transport as mesh_transport
 from fddp.comm.mesh import replica_mesh as replica_mesh
-from fddp.comm.mesh_placement import mesh_placement as mesh_placement
+from fddp.comm.mesh_programs import mesh_placement as mesh_placement
 from fddp.comm.mpi import mpi_group as mpi_group
 from fddp.comm.placement import REPLICATED as REPLICATED
 from fddp.comm.placement import Placement as Placement

@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
-from fddp.comm.mesh_placement import first_devices, mesh_placement
+from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.placement import REPLICATED, Placement, from_process
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport

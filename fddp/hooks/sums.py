@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fddp.buckets import BucketPlan, Message
-from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes, tree_reduce
+from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes
 from fddp.hooks.hook import GradBucket, Hook
 
 
@@ -102,7 +102,6 @@ def summed(
         "all_reduce": lambda comm, x: comm.all_reduce(x),
         "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
         "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
-        "tree_reduce": lambda comm, x: tree_reduce(comm, x, reduction.blocks),
     }[reduction.collective]
     apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
 

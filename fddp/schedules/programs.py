@@ -100,7 +100,9 @@ def on_each_device(placement: Placement, listed: TaskList, values: Mapping[str, 
     last, known = listed.last_reads, dict[Any, Callable[..., Sequence[Any]]]()
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
-        free = tuple(at for at, name in enumerate(task.reads) if donate and name in last[task.name] and _of_state(name))
+        # By the update alone: a stage that gave something away would be another program than for the others.
+        gives, read = donate and task.kind == "update", last[task.name]
+        free = tuple(at for at, name in enumerate(task.reads) if gives and name in read and _of_state(name))
         free += tuple(range(task.reuses))
         own = known.setdefault((task.run, free), jax.jit(task.run, donate_argnums=free))
 

@@ -53,8 +53,10 @@ class VirtualStep(NamedTuple):
     """Sums of messages → sums."""
     reductions: tuple[Reduction, ...]
     """How each message is summed."""
-    finish: Callable[[Any, Any, Sequence[Any], Any], Any]
-    """(state, sums, what each virtual replica kept, bytes sent per message) → the step's result."""
+    keep: Callable[[Sequence[Any]], Any]
+    """What each virtual replica kept → what their replica keeps."""
+    finish: Callable[[Any, Any, Any, Any], Any]
+    """(state, sums, what is kept, bytes sent per message) → the step's result."""
 
 
 def in_virtual_replicas(
@@ -93,15 +95,19 @@ def in_virtual_replicas(
     tasks += _contributions(step, stages, packing, sends)
 
     unpack, came = trace(placement, step.unpack, messages)
-    back, keeps = names_of("came", came), [_of(name, v) for v in range(step.each) for name in held]
+    back = names_of("came", came)
     when = arrivals(unpack, {k: k for k in range(len(sends))})
     groups = [[at for at, last in enumerate(when) if last == k] for k in range(len(sends))]
     tasks += stages_of("unpack", "update", unpack, [task.writes[0] for task in sends], back, groups)
 
+    keep, _ = trace(placement, step.keep, [kept] * step.each)
+    keeps = [_of(name, v) for v in range(step.each) for name in held]
+    tasks += stages_of("keep", "update", keep, keeps, held, [range(len(held))]) if held else []
+
     nbytes = jax.ShapeDtypeStruct((len(sends),), np.uint32)
-    finish, result = trace(placement, step.finish, state, came, [kept] * step.each, nbytes)
+    finish, result = trace(placement, step.finish, state, came, kept, nbytes)
     results = names_of("result", result)
-    read = [*of_state, *back, *keeps, BYTES]
+    read = [*of_state, *back, *held, BYTES]
     tasks += stages_of("update", "update", finish, read, results, [range(len(results))])
 
     first = cache(lambda: placement.each(step.first()))

@@ -4,7 +4,7 @@ It gathers contributions, packs them into messages, and when the sums come back 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -90,6 +90,11 @@ class Replica:
         """How many there are; of virtual ones, if these are asked for."""
         return self.options.virtual_replicas or self.group.size
 
+    def virtual(self, number: Any) -> "Replica":
+        """What one of so many virtual replicas does, which has a number of its own."""
+        comm = replace(self.group.communicator, size=self.replicas, replica_index=lambda: number)
+        return replace(self, group=replace(self.group, communicator=comm))
+
     @property
     def apart(self) -> bool:
         """Whether each replica holds something of the state for itself."""
@@ -126,8 +131,9 @@ class Replica:
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
         plan = make_plan(parts(self.group.placement, params), order=order, **self.options.bucketing)
-        exact = self.options.hook is None and not asks_first and not self.options.shard
-        return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
+        # With virtual replicas the numbers are added in one dtype, whatever buckets there are.
+        plain = self.options.hook is None and not self.options.shard and not self.options.virtual_replicas
+        return place_scalars(plan, dtype, early=early or asks_first, exact=plain and not asks_first)
 
     def remembered(self, params: Any) -> Any:
         """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""

@@ -113,7 +113,9 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
 def lower(settled: Settled, given: Given, batch: Any) -> jax.stages.Lowered:
     """The whole step as XLA gets it."""
     if settled.runner.lower is None:
-        raise ValueError("this step runs several programs; a step that can be lowered has schedule='fused'.")
+        raise ValueError(
+            "this step runs several programs; a step that can be lowered has schedule='fused' and no virtual_replicas."
+        )
     return settled.runner.lower(*given, batch)
 
 

@@ -5,12 +5,13 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_apart, unpack_parts, whole_forms
@@ -26,7 +27,7 @@ from fddp.step.replica import Replica
 from fddp.step.sharded import sharded_pieces
 from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
-from fddp.step.virtual import virtual_runner, virtual_step
+from fddp.step.virtual import check_order, virtual_runner, virtual_step
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 
@@ -81,6 +82,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
 
     def describe() -> Iterable[str]:
         check_batch(replica, state, batch)
+        if options.virtual_replicas:
+            check_order(replica)
         check_memory(replica, state)
         check_state(replica, held)
         program, told = _gradients(replica, state, batch)
@@ -122,6 +125,34 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
     used = partial(use, replica, where)
+    if options.virtual_replicas:
+        runner = virtual_runner(schedule, virtual_step(replica, plan, state, batch, used), group, options.donate)
+    else:
+        runner = _runner(schedule, replica, plan, where, state, (told, uses), used)
+    own, donated = group.placement.per_replica, (2,) if options.donate else ()
+    in_specs, out_specs = (REPLICATED, own, own, own), (own, REPLICATED)
+    return Settled(
+        replica=replica,
+        plan=plan,
+        specs=where,
+        runner=runner,
+        accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
+        left_out=tuple(i for i in chosen if i not in order),
+        forms=frozenset({_form(batch)}),
+    )
+
+
+def _runner(
+    schedule: Schedule,
+    replica: Replica,
+    plan: BucketPlan,
+    where: TrainState,
+    state: TrainState,
+    found: tuple[Any, Sequence[int]],
+    used: Callable[[TrainState, Mean], Any],
+) -> Runner:
+    """What a schedule makes of the pieces of a step; found: the form of loss and aux, and when each leaf is used."""
+    (told, uses), options = found, replica.options
     if options.shard:
         first = [min(uses[i] for i in bucket.leaves) for bucket in plan.buckets]
         pieces = sharded_pieces(replica, plan, sorted(range(len(first)), key=first.__getitem__), used)
@@ -131,19 +162,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
         local = Local(replica.local_steps, replica, plan, used, scalars)
         schedule = partial(local_runner, schedule, local)
-    if options.virtual_replicas:
-        schedule = partial(virtual_runner, schedule, virtual_step(replica, plan, state, batch, used))
-    own, donated = group.placement.per_replica, (2,) if options.donate else ()
-    in_specs, out_specs = (REPLICATED, own, own, own), (own, REPLICATED)
-    return Settled(
-        replica=replica,
-        plan=plan,
-        specs=where,
-        runner=schedule(group, pieces, options.donate),
-        accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
-        left_out=tuple(i for i in chosen if i not in order),
-        forms=frozenset({_form(batch)}),
-    )
+    return schedule(replica.group, pieces, options.donate)
 
 
 def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
@@ -213,17 +232,26 @@ def _ready(program: ClosedJaxpr, chosen: tuple[int, ...]) -> tuple[int, ...]:
 def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
     """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
 
+    virtual, placement = replica.options.virtual_replicas, replica.group.placement
+    own = replica.virtual(jnp.int32(0)) if virtual else replica
+
     def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
-        sums = replica.one(state, _part(replica, batch))
+        sums = own.one(state, _part(replica, batch))
         return sums.grads, (sums.loss, sums.aux)
 
     try:
-        closed, (_, told) = trace(replica.group.placement, program, state, batch)
+        closed, (_, told) = trace(placement._replace(axis_name=None) if virtual else placement, program, state, batch)
         return closed, told
     except NameError as error:
         unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
         if unbound is None:
             raise
+        if virtual:
+            raise ValueError(
+                f"the loss has a collective over the axis {unbound[1]!r}, or asks for its place there: these depend on "
+                "the number of replicas, and virtual_replicas cannot make its bits the same on any. Each slice of the "
+                "rows has an rng= of its own."
+            ) from None
         axis = replica.group.axis_name
         there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
         raise ValueError(

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, add_tail, pack, take_tail, unpack
+from fddp.buckets import BucketPlan, Messages, add_tail, pack, scalar_dtype, take_tail, unpack
 from fddp.comm import Group, block_of, trace
 from fddp.schedules import (
-    Pieces,
     Runner,
     Schedule,
     VirtualStep,
@@ -40,20 +39,18 @@ Made: TypeAlias = tuple[Sequence[Array], Any]
 LAUNCHERS: dict[Schedule, Callable[..., Runner]] = {staged: on_threads, after: in_order}
 
 
-def virtual_runner(schedule: Schedule, step: VirtualStep, group: Group, pieces: Pieces, donate: bool) -> Runner:
+def virtual_runner(schedule: Schedule, step: VirtualStep, group: Group, donate: bool) -> Runner:
     """Makes the runner of such a step.
 
     Args:
       schedule: `staged` or `after`.
       step: the step.
       group: the replicas.
-      pieces: of a step whose replicas are no virtual ones.
       donate: whether the last program may reuse the state's memory.
 
     Returns:
       The runner.
     """
-    del pieces
     make = partial(in_virtual_replicas, group.placement, step)
     return LAUNCHERS[schedule](group, make, donate, on_each_device)
 
@@ -79,28 +76,25 @@ def virtual_step(
     # Those that travel, in one order whatever the buckets are.
     leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
 
-    wide = _widened(plan)
-
-    def one(number: Any) -> Replica:
-        """What one of so many virtual replicas does, which has a number of its own."""
-        comm = replace(group.communicator, size=virtual, replica_index=lambda: number)
-        return replace(replica, group=replace(group, communicator=comm))
+    wide = _wide(plan)
 
     def made_of(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
         made: Any
-        made, kept = one(number).local(lambda *made: made, state, None, rows)  # type: ignore
+        made, kept = replica.virtual(number).local(lambda *made: made, state, None, rows)  # type: ignore
         grads = plan.treedef.flatten_up_to(made[0])
         return ([grads[i] for i in leaves], made[1]), kept
 
     def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
-        made, kept = made_of(state, rows, number)
-        return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), made), kept
+        (grads, tail), kept = made_of(state, rows, number)
+        least = scalar_dtype(jax.tree.leaves(tail))
+        return ([_widened(x, np.float32) for x in grads], jax.tree.map(lambda x: _widened(x, least), tail)), kept
 
     def messages(made: Made) -> Messages:
         grads, inside = dict(zip(leaves, made[0])), range(plan.treedef.num_leaves)
         return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
 
-    share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // virtual, *x.shape[1:]), x.dtype), rows)
+    here = virtual // group.processes
+    share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // here, *x.shape[1:]), x.dtype), rows)
     given = forms_of(state), share, jax.ShapeDtypeStruct((), np.int32)
     (_, (made, _)), (_, (widened, _)) = (trace(group.placement, f, *given) for f in (made_of, contribute))
     sent = jax.eval_shape(messages, widened)
@@ -110,18 +104,19 @@ def virtual_step(
         grads = plan.treedef.flatten_up_to(unpack(wide, buckets))
         return jax.tree.map(lambda x, like: x.astype(like.dtype), ([grads[i] for i in leaves], tail), made)
 
-    def finish(state: TrainState, came: Made, kept: Sequence[Any], nbytes: Array) -> Any:
+    def keep(kept: Sequence[Any]) -> Any:
+        broken = [own for _, own in kept]
+        return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
+
+    def finish(state: TrainState, came: Made, kept: Any, nbytes: Array) -> Any:
         grads = dict(zip(leaves, came[0]))
         back = [grads.get(i) for i in range(plan.treedef.num_leaves)], came[1]
-        broken = [own for _, own in kept]
-        kept = None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
-        return use(state, one(0).mean(plan, lambda _: back, state, sent, kept, nbytes))
+        return use(state, replica.virtual(0).mean(plan, lambda _: back, state, sent, kept, nbytes))
 
-    of_each = group.placement.per_replica
     return VirtualStep(
         each=each,
         block=block,
-        first=group.placement.program(lambda: (each * group.communicator.replica_index())[None], (), of_each),
+        first=lambda: each * _numbers(group),
         contribute=contribute,
         pack=lambda made: messages(made).arrays,
         unpack=unpacked,
@@ -129,17 +124,46 @@ def virtual_step(
             reduction._replace(collective="tree_reduce", blocks=each // block)
             for reduction in replica.reductions(plan, state.params)
         ),
+        keep=keep,
         finish=finish,
     )
 
 
-def _widened(plan: BucketPlan) -> BucketPlan:
+def _wide(plan: BucketPlan) -> BucketPlan:
     """The plan of leaves that are added in 32 bits at least: XLA may add in more than 16 within a program, or not."""
-    leaves = tuple(replace(leaf, dtype=_wide(leaf.dtype)) for leaf in plan.leaves)
-    buckets = tuple(replace(bucket, dtype=_wide(bucket.dtype)) for bucket in plan.buckets)
+    leaves = tuple(replace(leaf, dtype=_at_least(leaf.dtype, np.float32)) for leaf in plan.leaves)
+    buckets = tuple(replace(bucket, dtype=_at_least(bucket.dtype, np.float32)) for bucket in plan.buckets)
     return replace(plan, leaves=leaves, buckets=buckets)
 
 
-def _wide(dtype: Any) -> np.dtype:
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return np.dtype(np.float32 if narrow else dtype)
+def _widened(x: Array, least: Any) -> Array:
+    return x.astype(_at_least(x.dtype, least))
+
+
+def _at_least(dtype: Any, least: Any) -> np.dtype:
+    return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
+
+
+def check_order(replica: Replica) -> None:
+    """Says that a process has not the virtual replicas whose rows it reads: those behind the ones of the rank before.
+
+    Args:
+      replica: what one replica does.
+
+    Raises:
+      ValueError: its replicas lie elsewhere along the axis.
+    """
+    group = replica.group
+    here = group.size // group.processes
+    found = [int(x[0]) for x in group.placement.each(_numbers(group))]
+    if found != list(range(group.rank * here, (group.rank + 1) * here)):
+        raise ValueError(
+            f"virtual_replicas needs the replicas of a process side by side, in order of rank; rank {group.rank} has "
+            f"numbers {found} along the mesh's axis: order its devices by process."
+        )
+
+
+def _numbers(group: Group) -> Array:
+    """The number of each replica."""
+    index = group.communicator.replica_index
+    return group.placement.program(lambda: index()[None], (), group.placement.per_replica)()

@@ -17,7 +17,7 @@ import fddp
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
-from fddp.comm import mesh_placement
+from fddp.comm import mesh_programs
 from fddp.hlo.collectives import find_collectives
 from fddp.hlo.module import parse
 from fddp.hooks.sums import reductions
@@ -189,7 +189,7 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once():
 
 @aot
 def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypatch):
-    monkeypatch.setitem(mesh_placement.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
+    monkeypatch.setitem(mesh_programs.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
     # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
     audit = look(plain_mlp(512), "a100:8", bucket_cap_mb=0)

@@ -107,6 +107,26 @@ def test_nor_on_how_it_is_sent(group: Groups, alone: list[bytes], options: Any):
     assert told[-1] == alone[-1] if "find_unused_parameters" in options else told == alone
 
 
+def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
+    """Σ w is added in one dtype, whichever bucket is the last."""
+    params = {"a": ROWS[:5].copy(), "b": np.ones(3), "c": jnp.ones(5, jnp.bfloat16), "d": np.zeros((0, 2), np.float32)}
+
+    def loss(p: Any, x: Array) -> Any:
+        value = jnp.mean(jnp.tanh(x @ p["a"] * p["c"]) ** 2) + jnp.mean(p["b"].astype(jnp.float32) ** 2)
+        return fddp.Weighted(value, 1 + jnp.abs(x[0, 0])), (jnp.max(x), value.astype(jnp.bfloat16))
+
+    def ends(replicas: int, schedule: str) -> bytes:
+        chosen: Any = {"schedule": schedule, "bucket_cap_mb": 0, "accumulation_steps": 2}
+        step = fddp.train_step(loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen)
+        state, told = step.init(params), []
+        for k in range(3):
+            state, info = step(state, ROWS[k : k + 24])
+            told.append((info.loss, info.aux))
+        return bits((state, told))
+
+    assert ends(1, "after") == ends(2, "staged") == ends(3, "after")
+
+
 def test_without_virtual_replicas_they_do(group: Groups):
     assert trained(group(2), virtual_replicas=None)[-1] != trained(group(4), virtual_replicas=None)[-1]
 
@@ -187,8 +207,9 @@ def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: 
         lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(replicas), virtual_replicas=12
     )
     _, info = step(step.init(np.ones(10, np.float32)), np.ones((24, 10), np.float32))
-    # Loss and weight travel behind the gradient.
-    assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * 12 // replicas * 4
+    # Loss and weight travel alone; all is padded to a multiple of the replicas.
+    parts = sum(-(-size // replicas) for size in (10, 2))
+    assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * parts * 4
 
 
 ### What it refuses
@@ -211,12 +232,13 @@ def test_what_it_cannot_promise_it_refuses(group: Groups, case: str):
         make(group(3), **options)
 
 
-def test_a_loss_with_collectives_of_its_own_is_refused(group: Groups):
+@pytest.mark.parametrize("ask", [lambda x: jax.lax.pmean(x, "replica"), lambda x: x + jax.lax.axis_index("replica")])
+def test_a_loss_with_collectives_of_its_own_is_refused(group: Groups, ask: Callable[[Array], Array]):
     def loss(w: Array, x: Array) -> Array:
-        return jnp.mean((x - jax.lax.pmean(jnp.mean(x), "replica") - w) ** 2)
+        return jnp.mean((x - ask(jnp.mean(x)) - w) ** 2)
 
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), virtual_replicas=4)
-    with pytest.raises(ValueError, match=r"psum.*in an order of theirs"):
+    with pytest.raises(ValueError, match="these depend on the number of replicas"):
         step(step.init(np.float32(0)), np.ones(8, np.float32))
 
 

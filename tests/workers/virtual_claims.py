@@ -20,17 +20,19 @@ PARAMS = {"b": np.zeros(4, np.float32), "w": DRAW.normal(size=(6, 4)).astype(np.
 def loss_fn(params: Any, rows: Any, rng: Any) -> Any:
     kept = jax.random.bernoulli(rng, 0.8, rows.shape)
     tokens = jnp.sum(kept)
-    return fddp.Weighted(jnp.sum(jnp.tanh((rows * kept) @ params["w"] + params["b"]) ** 2) / tokens, tokens)
+    value = jnp.sum(jnp.tanh((rows * kept) @ params["w"] + params["b"]) ** 2) / tokens
+    return fddp.Weighted(value, tokens), jnp.max(rows)
 
 
 def trained(group: fddp.Group, **options: Any) -> list[bytes]:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
-    step = fddp.train_step(loss_fn, optimizer, group=group, virtual_replicas=VIRTUAL, **options)
+    chosen: Any = {"has_aux": True, "virtual_replicas": VIRTUAL, "accumulation_steps": 2} | options
+    step = fddp.train_step(loss_fn, optimizer, group=group, **chosen)
     state, told = step.init(PARAMS, rng=jax.random.key(0)), []
     share: Any = {"rank": group.rank, "size": group.processes}
     for rows in islice(fddp.samples(50, BATCH, virtual_replicas=VIRTUAL, **share), STEPS):
         state, info = step(state, ROWS[rows])
-        told.append(np.asarray(info.loss).tobytes())
+        told += [np.asarray(x).tobytes() for x in (info.loss, info.aux)]
     params: Any = (state.params, state.opt_state)
     return [*told, *(np.asarray(x).tobytes() for x in jax.tree.leaves(params))]
 

@@ -166,6 +166,11 @@ def tune(
             f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
             "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
         )
+    if options.get("virtual_replicas"):
+        raise ValueError(
+            "tune regroups the stages of an ordinary step, and virtual replicas have stages of their own: leave "
+            "virtual_replicas out, and give the step the cap that was found."
+        )
     if not caps_mb:
         raise ValueError("caps_mb must hold at least one cap to choose from.")
     bucketing = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb", "groups") if name in options}
