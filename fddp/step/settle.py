@@ -5,7 +5,7 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, take_apart, unpack_parts, whole_forms
+from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order
 from fddp.optim import LocalState
-from fddp.schedules import Pieces, Round, Runner, Schedule, after, fused, staged
+from fddp.schedules import Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
-from fddp.step.local import Local, local_runner, own_rows, own_view
+from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
-from fddp.step.sharded import sharded_pieces
+from fddp.step.runner import runner_of
 from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
-from fddp.step.virtual import check_order, virtual_runner, virtual_step
+from fddp.step.virtual import check_order
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 
@@ -125,69 +125,23 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
     used = partial(use, replica, where)
-    if options.virtual_replicas:
-        runner = virtual_runner(schedule, virtual_step(replica, plan, state, batch, used), group, options.donate)
-    else:
-        runner = _runner(schedule, replica, plan, where, state, (told, uses), used)
     own, donated = group.placement.per_replica, (2,) if options.donate else ()
     in_specs, out_specs = (REPLICATED, own, own, own), (own, REPLICATED)
     return Settled(
         replica=replica,
         plan=plan,
         specs=where,
-        runner=runner,
+        runner=runner_of(schedule, replica, plan, state, batch, told, uses, used),
         accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
     )
 
 
-def _runner(
-    schedule: Schedule,
-    replica: Replica,
-    plan: BucketPlan,
-    where: TrainState,
-    state: TrainState,
-    found: tuple[Any, Sequence[int]],
-    used: Callable[[TrainState, Mean], Any],
-) -> Runner:
-    """What a schedule makes of the pieces of a step; found: the form of loss and aux, and when each leaf is used."""
-    (told, uses), options = found, replica.options
-    if options.shard:
-        first = [min(uses[i] for i in bucket.leaves) for bucket in plan.buckets]
-        pieces = sharded_pieces(replica, plan, sorted(range(len(first)), key=first.__getitem__), used)
-    else:
-        pieces = _whole_pieces(replica, plan, where, state, used)
-    if replica.local_steps:
-        scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
-        local = Local(replica.local_steps, replica, plan, used, scalars)
-        schedule = partial(local_runner, schedule, local)
-    return schedule(replica.group, pieces, options.donate)
-
-
 def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
     if not replica.local_steps:
         return replica.accumulate(state, pending, rows)
     return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
-
-
-def _whole_pieces(
-    replica: Replica, plan: BucketPlan, where: TrainState, state: TrainState, use: Callable[[TrainState, Mean], Any]
-) -> Pieces:
-    """The pieces of a step that every replica does as a whole."""
-    axes = replica.group.placement.other_axes
-
-    def unpack(messages: Messages) -> tuple[list[Any], Any]:
-        return unpack_parts(axes, plan, messages, where.params)
-
-    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return replica.local(partial(pack_parts, axes, plan, where=where.params), state, pending, rows)
-
-    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        return use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
-
-    given, sums = ("state", "pending", "rows"), replica.reductions(plan, state.params)
-    return Pieces((Round("backward", given, backward, sums, "compute"),), finish)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:

@@ -1,0 +1,75 @@
+"""What a schedule makes a step of: replicas that are whole, share a state, train alone, or stand for virtual ones."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, unpack_parts
+from fddp.comm import specs
+from fddp.schedules import Pieces, Round, Runner, Schedule
+from fddp.step.local import Local, local_runner
+from fddp.step.replica import Replica
+from fddp.step.sharded import sharded_pieces
+from fddp.step.state import Mean, TrainState
+from fddp.step.virtual import virtual_runner, virtual_step
+
+
+def runner_of(
+    schedule: Schedule,
+    replica: Replica,
+    plan: BucketPlan,
+    state: TrainState,
+    batch: Any,
+    told: Any,
+    uses: Sequence[int],
+    use: Callable[[TrainState, Mean], Any],
+) -> Runner:
+    """Makes what runs a step.
+
+    Args:
+      schedule: launches it.
+      replica: what one replica does.
+      plan: the buckets.
+      state: the forms of the state.
+      batch: this process's rows, or their forms.
+      told: the forms of loss and aux.
+      uses: when the forward pass first uses each leaf.
+      use: what is done with averaged gradients.
+
+    Returns:
+      The runner.
+    """
+    options, group = replica.options, replica.group
+    if options.virtual_replicas:
+        return virtual_runner(schedule, virtual_step(replica, plan, state, batch, use), group, options.donate)
+    if options.shard:
+        first = [min(uses[i] for i in bucket.leaves) for bucket in plan.buckets]
+        pieces = sharded_pieces(replica, plan, sorted(range(len(first)), key=first.__getitem__), use)
+    else:
+        pieces = _whole_pieces(replica, plan, state, use)
+    if replica.local_steps:
+        scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
+        local = Local(replica.local_steps, replica, plan, use, scalars)
+        schedule = partial(local_runner, schedule, local)
+    return schedule(group, pieces, options.donate)
+
+
+def _whole_pieces(
+    replica: Replica, plan: BucketPlan, state: TrainState, use: Callable[[TrainState, Mean], Any]
+) -> Pieces:
+    """The pieces of a step that every replica does as a whole."""
+    axes, where = replica.group.placement.other_axes, specs(replica.group.placement, state.params)
+
+    def unpack(messages: Messages) -> tuple[list[Any], Any]:
+        return unpack_parts(axes, plan, messages, where)
+
+    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        return replica.local(partial(pack_parts, axes, plan, where=where), state, pending, rows)
+
+    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        return use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
+
+    given, sums = ("state", "pending", "rows"), replica.reductions(plan, state.params)
+    return Pieces((Round("backward", given, backward, sums, "compute"),), finish)
