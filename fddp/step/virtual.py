@@ -93,8 +93,8 @@ def virtual_step(
         grads, inside = dict(zip(leaves, made[0])), range(plan.treedef.num_leaves)
         return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
 
-    here = virtual // group.processes
-    share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // here, *x.shape[1:]), x.dtype), rows)
+    here, canonical = virtual // group.processes, jax.dtypes.canonicalize_dtype
+    share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // here, *x.shape[1:]), canonical(x.dtype)), rows)
     given = forms_of(state), share, jax.ShapeDtypeStruct((), np.int32)
     (_, (made, _)), (_, (widened, _)) = (trace(group.placement, f, *given) for f in (made_of, contribute))
     sent = jax.eval_shape(messages, widened)
