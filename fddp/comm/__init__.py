@@ -45,4 +45,3 @@ from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
 from fddp.comm.tree import block_of as block_of
 from fddp.comm.tree import merges as merges
-from fddp.comm.tree import tree_reduce as tree_reduce

@@ -131,11 +131,11 @@ class TrainStep:
           state: from `init` or the last step.
           batch: as for a step.
 
-        Raises:
-          ValueError: with `virtual_replicas`.
-
         Returns:
           The state, its parameters unchanged; loss and metrics of this process's rows (of its first replica).
+
+        Raises:
+          ValueError: with `virtual_replicas`.
         """
         check_no_sync(self._replica)
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch, "no_sync")

@@ -75,7 +75,6 @@ def virtual_step(
     block = block_of(virtual, each)
     # Those that travel, in one order whatever the buckets are.
     leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
-
     wide = _wide(plan)
 
     def made_of(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
@@ -85,9 +84,8 @@ def virtual_step(
         return ([grads[i] for i in leaves], made[1]), kept
 
     def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
-        (grads, tail), kept = made_of(state, rows, number)
-        least = scalar_dtype(jax.tree.leaves(tail))
-        return ([_widened(x, np.float32) for x in grads], jax.tree.map(lambda x: _widened(x, least), tail)), kept
+        made, kept = made_of(state, rows, number)
+        return _widened(made), kept
 
     def messages(made: Made) -> Messages:
         grads, inside = dict(zip(leaves, made[0])), range(plan.treedef.num_leaves)
@@ -96,8 +94,8 @@ def virtual_step(
     here, canonical = virtual // group.processes, jax.dtypes.canonicalize_dtype
     share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // here, *x.shape[1:]), canonical(x.dtype)), rows)
     given = forms_of(state), share, jax.ShapeDtypeStruct((), np.int32)
-    (_, (made, _)), (_, (widened, _)) = (trace(group.placement, f, *given) for f in (made_of, contribute))
-    sent = jax.eval_shape(messages, widened)
+    _, (made, _) = trace(group.placement, made_of, *given)
+    sent = jax.eval_shape(lambda made: messages(_widened(made)), made)
 
     def unpacked(sums: Sequence[Array]) -> Made:
         buckets, tail = take_tail(wide, replace(sent, arrays=tuple(sums)))
@@ -136,8 +134,12 @@ def _wide(plan: BucketPlan) -> BucketPlan:
     return replace(plan, leaves=leaves, buckets=buckets)
 
 
-def _widened(x: Array, least: Any) -> Array:
-    return x.astype(_at_least(x.dtype, least))
+def _widened(made: Made) -> Made:
+    """Gradients as that plan has them; all numbers that are told in one dtype, in which they travel."""
+    grads, tail = made
+    least = scalar_dtype(jax.tree.leaves(tail))
+    tail = jax.tree.map(lambda x: x.astype(_at_least(x.dtype, least)), tail)
+    return [x.astype(_at_least(x.dtype, np.float32)) for x in grads], tail
 
 
 def _at_least(dtype: Any, least: Any) -> np.dtype:
