@@ -1,5 +1,6 @@
 """Programs and their equations: how they are made, and what lies in an equation's parameters."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -180,6 +181,17 @@ def contracted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
     """Over which dims of its first factor a product sums. Relies on the parameter `dimension_numbers`."""
     (first, _), _ = eqn.params["dimension_numbers"]
     return tuple(first)
+
+
+def scattered_rows(eqn: JaxprEqn) -> int:
+    """How many rows a scatter can write to, of the first dim of what it writes into; all, if it does not choose them.
+
+    Relies on the parameter `dimension_numbers` of `scatter`, and that places lie along all dims but the last.
+    """
+    into, places = (list(getattr(var.aval, "shape", ())) for var in eqn.invars[:2])
+    dims = eqn.params["dimension_numbers"]
+    chosen = 0 in dims.scatter_dims_to_operand_dims and 0 in dims.inserted_window_dims
+    return math.prod(places[:-1]) if chosen else into[0]
 
 
 def permutes(eqn: JaxprEqn) -> bool:

@@ -20,6 +20,7 @@ from fddp.jaxpr.on_parts import spread as spread
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
+from fddp.jaxpr.rows import touched_rows as touched_rows
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut

@@ -1,0 +1,107 @@
+"""How many rows of what a program makes can be other than zero: of an embedding's gradient, one for each lookup.
+
+Every value carries a number of rows, along its first dim. Zeros have none, a scatter into them has one for each place,
+a sum has those of both.
+
+Source: Kim et al., "Parallax" (EuroSys 2019), which tells sparse variables from dense ones by their gradients' type.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from fddp.jax_internals import (
+    CALLS,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    branches,
+    called_program,
+    loop_parts,
+    scan_body,
+    scattered_rows,
+)
+
+# What has a row where its first input has one, where one of its inputs has one, and where all of them have one.
+OF_FIRST = {"neg", "convert_element_type", "copy", "div", "real", "reduce_precision", "pad"}
+OF_ANY = {"add", "add_any", "sub", "dynamic_update_slice"}
+OF_ALL = {"mul"}
+EVERY = sys.maxsize  # a scalar, which stands for a row of each number
+Counts = list[int]
+
+
+def touched_rows(closed: ClosedJaxpr) -> Counts:
+    """Counts the rows of a program's outputs that can be other than zero, as far as the program tells.
+
+    A loop is taken to touch as many in each round as in its first, and no number to be infinite.
+
+    Args:
+      closed: the program.
+
+    Returns:
+      For each output a number, at most that of its rows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> loss = lambda table, ids: jnp.sum(jnp.tanh(table[ids]))
+      >>> touched_rows(jax.make_jaxpr(jax.grad(loss))(jnp.ones((1000, 8)), jnp.zeros(64, int)))
+      [64]
+    """
+    return _flow(closed.jaxpr, [_rows(var) for var in closed.jaxpr.invars])
+
+
+def _flow(jaxpr: Jaxpr, inputs: Counts) -> Counts:
+    """The counts of a program's outputs, from those of its inputs."""
+    counts: dict[Any, int] = dict(zip(jaxpr.invars, inputs))
+
+    def of(atom: Any) -> int:
+        if isinstance(atom, Literal):
+            return EVERY if np.any(atom.val) else 0
+        return counts.get(atom, _rows(atom))  # a constant has all rows
+
+    for eqn in jaxpr.eqns:
+        made = _through(eqn, [of(atom) for atom in eqn.invars])
+        counts.update((var, min(count, _rows(var))) for var, count in zip(eqn.outvars, made))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _through(eqn: JaxprEqn, inputs: Counts) -> Counts:
+    """The counts of one equation's outputs."""
+    name = eqn.primitive.name
+    if name in OF_FIRST:
+        return inputs[:1]
+    if name in OF_ANY:
+        return [sum(inputs[:2])]
+    if name in OF_ALL:
+        return [min(inputs)]
+    if name == "select_n":
+        return [sum(inputs[1:])]
+    if name == "scatter-add":
+        return [inputs[0] + scattered_rows(eqn)]
+    if name in CALLS and len(called_program(eqn).jaxpr.invars) == len(inputs):
+        return _flow(called_program(eqn).jaxpr, inputs)
+    if name == "cond":
+        return [max(same) for same in zip(*(_flow(branch.jaxpr, inputs[1:]) for branch in branches(eqn)))]
+    if name == "scan":
+        return _through_scan(eqn, inputs)
+    kept = name == "reshape" and _rows(eqn.invars[0]) == _rows(eqn.outvars[0])
+    zero = name == "broadcast_in_dim" and inputs[0] == 0
+    return inputs[:1] if kept or zero else [_rows(var) for var in eqn.outvars]
+
+
+def _through_scan(eqn: JaxprEqn, inputs: Counts) -> Counts:
+    closed, options = scan_body(eqn)
+    consts, carry, xs = loop_parts(eqn, inputs)
+    rows = closed.jaxpr.invars[len(consts) + len(carry) :]
+    slices = [0 if count == 0 else _rows(var) for count, var in zip(xs, rows)]
+    after = _flow(closed.jaxpr, [*consts, *carry, *slices])
+    carried = [was + options["length"] * (now - was) for was, now in zip(carry, after)]
+    return [*carried, *(0 if count == 0 else EVERY for count in after[len(carry) :])]
+
+
+def _rows(atom: Any) -> int:
+    """All rows of a value."""
+    shape = getattr(atom.aval, "shape", ())
+    return shape[0] if shape else EVERY
