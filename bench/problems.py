@@ -3,6 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from models import gpt, mlp, resnet
 
@@ -23,12 +25,14 @@ def problem(name: str, seed: int) -> Problem:
     """Makes a problem by name, with a rank's own rows.
 
     Args:
-      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50" or "gpt".
+      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt" or "words".
       seed: of the rows.
 
     Returns:
       The problem.
     """
+    if name == "words":
+        return words(seed)
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
         "mlp640": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 640, seed)),
@@ -39,3 +43,20 @@ def problem(name: str, seed: int) -> Problem:
     batch = make(model)
     params, model_state = module.init(model, jax.random.key(0), batch)
     return Problem(module.loss_fn(model), params, model_state, batch)
+
+
+def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 512) -> Problem:
+    """A table of words, of which a batch looks up few, and a network of 5 MiB behind it."""
+    random, start = np.random.default_rng(seed), np.random.default_rng(0)
+    sizes = {"table": (vocabulary, width), "in": (width, 1024), "hidden": (1024, 1024), "out": (1024, width)}
+    params = {name: start.normal(size=size, scale=0.05).astype(np.float32) for name, size in sizes.items()}
+    batch = {"ids": random.integers(vocabulary, size=tokens), "y": random.normal(size=(tokens, width))}
+
+    def loss_fn(p: Any, batch: Any) -> Any:
+        x = jnp.tanh(p["table"][batch["ids"]] @ p["in"])
+        x = jnp.tanh(x @ p["hidden"]) @ p["out"]
+        return jnp.mean((x - batch["y"]) ** 2), {}
+
+    return Problem(
+        loss_fn, params, None, jax.tree.map(lambda x: x.astype(np.float32 if x.ndim > 1 else np.int32), batch)
+    )

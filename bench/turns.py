@@ -59,7 +59,7 @@ def take_turns(question: str, backend: str, name: str, *, rounds: int, rate: str
 
 
 def staged(
-    task: Problem, group: fddp.Group, cap_mb: float, *, held: int = 0, cycles: int = 1, **caps: float
+    task: Problem, group: fddp.Group, cap_mb: float, *, held: int = 0, cycles: int = 1, **more: Any
 ) -> Callable[[], Any]:
     """A staged training of some steps, its small first and last buckets no larger than the cap.
 
@@ -69,12 +69,12 @@ def staged(
       cap_mb: of a bucket, MiB.
       held: batches that each step only adds up before the one whose gradients travel.
       cycles: steps of a run.
-      **caps: `first_bucket_mb`, `last_bucket_mb`.
+      **more: options of `fddp.train_step`.
 
     Returns:
       A function that trains on.
     """
-    options: Any = {"schedule": "staged", "bucket_cap_mb": cap_mb, **caps}
+    options: Any = {"schedule": "staged", "bucket_cap_mb": cap_mb, **more}
     step = fddp.train_step(task.loss_fn, optax.sgd(1e-3), group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state)
 

@@ -4,6 +4,7 @@ A plan is integers and names, computed once; packing follows it, and so do the p
 replica holds, and the small numbers that ride behind a bucket. This room imports no other.
 """
 
+from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.groups import Groups as Groups
 from fddp.buckets.groups import described_groups as described_groups
 from fddp.buckets.groups import group_keys as group_keys
@@ -16,8 +17,12 @@ from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
-from fddp.buckets.plan import make_plan as make_plan
+from fddp.buckets.plan import Rows as Rows
 from fddp.buckets.plan import place_scalars as place_scalars
+from fddp.buckets.rows import add_rows as add_rows
+from fddp.buckets.rows import flags as flags
+from fddp.buckets.rows import plan_in_rows as plan_in_rows
+from fddp.buckets.rows import take_rows as take_rows
 from fddp.buckets.shards import Shard as Shard
 from fddp.buckets.shards import as_rows as as_rows
 from fddp.buckets.shards import copy_of as copy_of

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Shaped
 
 from fddp.buckets.packing import joined
 from fddp.buckets.plan import BucketPlan
+from fddp.buckets.rows import add_rows, take_rows
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,18 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Messages:
       tail: a tree of arrays of any numeric dtype.
 
     Returns:
-      What is sent: as many flat arrays as there are buckets, one more if the tail travels alone.
+      What is sent: a flat array for each message of the plan.
     """
     leaves, treedef = jax.tree.flatten(tail)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     dtype = scalar_dtype(shapes)
     words = [_to_floats(x, dtype) for x in leaves]
-    arrays = [jnp.zeros(0, dtype) if message.bucket is None else buckets[message.bucket] for message in plan.messages]
+    sent: dict[tuple[int | None, bool], Array] = {(None, False): jnp.zeros(0, dtype)}
+    for k, (bucket, flat) in enumerate(zip(plan.buckets, buckets)):
+        if bucket.rows:
+            sent[k, True], flat = take_rows(bucket, flat)
+        sent[k, False] = flat
+    arrays = [sent[message.bucket, message.rows] for message in plan.messages]
     at = plan.messages.index(plan.carrier)
     if jnp.finfo(arrays[at].dtype).bits < jnp.finfo(dtype).bits:
         raise ValueError(f"{plan.carrier.name}, of {arrays[at].dtype}, cannot carry scalars of {dtype}.")
@@ -69,7 +75,11 @@ def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], 
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
     at, arrays = plan.messages.index(plan.carrier), list(messages.arrays)
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
-    buckets = [array for message, array in zip(plan.messages, arrays) if message.bucket is not None]
+    came = {(message.bucket, message.rows): array for message, array in zip(plan.messages, arrays)}
+    buckets = [
+        add_rows(bucket, came[k, True], came[k, False]) if bucket.rows else came[k, False]
+        for k, bucket in enumerate(plan.buckets)
+    ]
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
     return tuple(buckets), tail

@@ -3,11 +3,12 @@
 Source: `allreduce_coalesced` in `torch.distributed`; `flatten_util.ravel_pytree` in JAX for the way there and back.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from fddp.buckets import BucketPlan, pack, unpack
+from fddp.buckets import BucketPlan, Message, pack, unpack
 from fddp.comm import Group, axis_communicator
 from fddp.hooks.hook import Hook
 from fddp.hooks.sums import reductions, summed
@@ -60,10 +61,14 @@ def all_reduce(
         comm = group.communicator
     else:
         comm = axis_communicator(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
-    ways = [way for way, message in zip(reductions(plan, hook, None), plan.messages) if message.bucket is not None]
+    whole = replace(
+        plan,
+        buckets=tuple(replace(bucket, rows=None) for bucket in plan.buckets),
+        messages=tuple(map(Message, range(len(plan.buckets)))),
+    )
     sums = [
         summed(comm, way, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
-        for way, bucket, buffer in zip(ways, plan.buckets, pack(plan, tree))
+        for way, bucket, buffer in zip(reductions(whole, hook, None), plan.buckets, pack(plan, tree))
     ]
     reduced = unpack(plan, [total / comm.size for total in sums] if op == "mean" else sums)
     return jax.tree.map(lambda own, new: own if new is None else new, tree, reduced, is_leaf=lambda x: x is None)

@@ -11,11 +11,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Shaped, UInt32
+from jaxtyping import Array, Bool, Shaped, UInt32
 
-from fddp.buckets import BucketPlan, Message
+from fddp.buckets import BucketPlan, Message, flags
 from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes
 from fddp.hooks.hook import GradBucket, Hook
+
+
+class Asks(NamedTuple):
+    """What came back before says whether a message is needed: whether it is not zero at one of these places."""
+
+    message: int
+    places: tuple[int, ...]
 
 
 class Reduction(NamedTuple):
@@ -25,9 +32,8 @@ class Reduction(NamedTuple):
     apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
     """(comm, message, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
     a better way for between programs."""
-    leaves: tuple[int, ...] | None = None
-    """Places in the mask, with which the first message then begins; it is sent if a replica used one of them. None:
-    always."""
+    asks: Asks | None = None
+    """Of which message it depends whether this one is sent; None: of none, it always is."""
     carries: str = "loss and metrics"
     """What is in the message, for people."""
     collective: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
@@ -53,36 +59,43 @@ class Reduction(NamedTuple):
 PLAIN = Reduction()
 
 
-def reductions(plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None) -> tuple[Reduction, ...]:
+def reductions(
+    plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None, replicas: int = 1
+) -> tuple[Reduction, ...]:
     """The sums of a step's messages.
 
     Args:
       plan: the buckets.
       hook: what is done with each bucket; None: the plain sum.
       mask: the leaves whose use the first message tells, so that buckets which nobody used are not sent; None: all are.
+      replicas: how many there are, where some buckets travel as rows.
 
     Returns:
       One for each message in turn.
     """
     place = {leaf: at for at, leaf in enumerate(mask or ())}
 
-    def of(message: Message) -> Reduction:
+    def of(number: int, message: Message) -> Reduction:
         if message.bucket is None:
             return PLAIN
         bucket = plan.buckets[message.bucket]
+        first, more = bucket.names[0], f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
+        one = Reduction(message.name, carries=f"{first}{more}")
+        if message.rows:
+            return one._replace(collective="all_gather", replicas=replicas)
+        if bucket.rows:  # they went before, and tell whether something is left
+            return one._replace(asks=Asks(number - 1, flags(bucket, replicas)))
         forms = tuple(jax.ShapeDtypeStruct(plan.leaves[i].shape, plan.leaves[i].dtype) for i in bucket.leaves)
         apply = None if hook is None else partial(_hooked, hook, forms)
-        leaves = None if mask is None else tuple(place[i] for i in bucket.leaves)
-        first, more = bucket.names[0], f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
-        return Reduction(message.name, apply, leaves, f"{first}{more}")
+        return one._replace(apply=apply, asks=None if mask is None else Asks(0, tuple(place[i] for i in bucket.leaves)))
 
-    return tuple(map(of, plan.messages))
+    return tuple(of(number, message) for number, message in enumerate(plan.messages))
 
 
 def summed(
     comm: Communicator,
     reduction: Reduction,
-    mask: Float[Array, " n"] | None,
+    said: Shaped[Array, " n"] | None,
     message: Shaped[Array, " n"],
     memory: Any,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
@@ -91,7 +104,7 @@ def summed(
     Args:
       comm: how the replicas talk.
       reduction: how.
-      mask: how many replicas used each leaf, and more behind it, where the reduction asks.
+      said: what came back of the message that the reduction asks, if it does.
       message: this replica's part.
       memory: what it remembers for this message.
 
@@ -109,10 +122,10 @@ def summed(
         (total, new), sent = count_bytes(comm, apply, message, memory)
         return total, new, as_uint32(sent)
 
-    if reduction.leaves is None or mask is None:
+    if reduction.asks is None or said is None:
         return send()
     return jax.lax.cond(
-        jnp.any(mask[np.asarray(reduction.leaves)] > 0),
+        jnp.any(said[np.asarray(reduction.asks.places)] != 0),
         send,
         lambda: (jnp.zeros_like(message), memory, jnp.uint32(0)),
     )

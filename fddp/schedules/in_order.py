@@ -53,7 +53,8 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
         for task in now.listed.tasks:
             read = [values[name] for name in task.reads]
             if isinstance(task, Communicate):
-                sends.append(now.send(len(sends), memory, lambda: sends[0], read[0]))
+                message, *asked = read
+                sends.append(now.send(len(sends), memory, lambda asked=asked: asked[0], message))
                 spans.append(sends[-1].span)
                 values[task.writes[0]] = sends[-1].total
                 if BYTES in task.writes:

@@ -79,7 +79,7 @@ def traced(
         if not isinstance(task, Communicate):
             values.update(zip(task.writes, task.run(*read)))
             continue
-        message, mask = read[0], read[1] if len(read) > 1 else None
+        message, said = read[0], read[1] if len(read) > 1 else None
         with jax.named_scope(scope(task)):
             # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
             # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
@@ -89,7 +89,7 @@ def traced(
                 message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in last)))
                 values.update(zip(last, held))
             mine = before[len(sums)]
-            values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, mask, message, mine)
+            values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, said, message, mine)
         sums.append(task.writes[0])
         remembered.append(mine)
         sent.append(nbytes)

@@ -35,7 +35,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
       reductions: how the messages are summed.
 
     Returns:
-      `send(k, memory, first, message)`: the sum of message k; `first()` is message 0, come back.
+      `send(k, memory, said, message)`: the sum of message k; `said()` is what came back of the message that it asks.
     """
     own, transports = group.placement.per_replica, side_by_side(group, reductions)
 
@@ -49,12 +49,12 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
     programs = [program(reduction) for reduction in reductions]
 
-    def send(k: int, memory: Memory, first: Callable[[], Sent], message: jax.Array) -> Sent:
+    def send(k: int, memory: Memory, said: Callable[[], jax.Array], message: jax.Array) -> Sent:
         start = perf_counter()
         reduction, transport = reductions[k], transports[k % len(transports)]
         mine = memory[k] if memory else ()
         size, finite = message.size // group.placement.replicas_in_array, True
-        if reduction.leaves is not None and not jax.device_get(first().total)[list(reduction.leaves)].any():
+        if reduction.asks is not None and not jax.device_get(said())[list(reduction.asks.places)].any():
             total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
         else:
             group.recovery.sends()
@@ -81,7 +81,7 @@ def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
 def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
     """What carries the messages between programs, in turn; hooks share one communicator, where two would mix, and so do
     parts, which have owners in one order of the replicas."""
-    alone = any(reduction.apply or reduction.collective != "all_reduce" for reduction in reductions)
+    alone = any(one.apply or one.collective in ("reduce_scatter", "tree_reduce") for one in reductions)
     return (group.transport,) if alone or not group.transport.clones else group.transport.clones
 
 

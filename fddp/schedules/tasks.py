@@ -42,7 +42,7 @@ class Communicate(NamedTuple):
 
     name: str
     reads: tuple[str, ...]
-    """The message; and the sum whose beginning says whether anybody needs this one, if that is asked."""
+    """The message; and what came back of the one that says whether anybody needs this one, if that is asked."""
     writes: tuple[str, ...]
     """What comes back; the last one of a list also the bytes of all."""
     reduction: Reduction = Reduction()
@@ -89,13 +89,17 @@ def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communica
     """The tasks that send messages, numbered through all rounds: "message k" becomes "sum k"."""
     firsts = np.cumsum([0, *map(len, rounds)]).tolist()
 
-    def task(k: int, reduction: Reduction) -> Communicate:
-        mask = () if reduction.leaves is None else ("sum 0",)
-        told = (BYTES,) if k == firsts[-1] - 1 else ()
-        back = f"{BACK[reduction.collective]} {k}"
-        return Communicate(reduction.name, (f"message {k}", *mask), (back, *told), reduction)
+    def tasks(first: int, some: Sequence[Reduction]) -> list[Communicate]:
+        backs = [f"{BACK[one.collective]} {k}" for k, one in enumerate(some, first)]
 
-    return [[task(first + k, one) for k, one in enumerate(some)] for first, some in zip(firsts, rounds)]
+        def task(k: int, one: Reduction) -> Communicate:
+            asked = () if one.asks is None else (backs[one.asks.message],)
+            told = (BYTES,) if first + k == firsts[-1] - 1 else ()
+            return Communicate(one.name, (f"message {first + k}", *asked), (backs[k], *told), one)
+
+        return [task(k, one) for k, one in enumerate(some)]
+
+    return [tasks(first, some) for first, some in zip(firsts, rounds)]
 
 
 def _abridged(names: Sequence[str], most: int = 3) -> str:

@@ -106,8 +106,8 @@ def _launch(
 
     def leave(task: Communicate) -> None:
         k, thread = len(sends), len(sends) % len(threads)
-        before, first, message = sends[thread :: len(threads)][-1:], lambda: sends[0].result(), values[task.reads[0]]
-        sends.append(threads[thread].submit(_follow, before, send, k, first=first, message=message))
+        before, (message, *asked) = sends[thread :: len(threads)][-1:], [values[name] for name in task.reads]
+        sends.append(threads[thread].submit(_follow, before, send, k, said=_said(asked), message=message))
         values.update(dict.fromkeys(task.writes, sends[-1]))
         forget(task)
 
@@ -146,6 +146,11 @@ def _launch(
         del read, made
     wait_for_launched()
     return sends
+
+
+def _said(asked: Sequence[Future[Sent]]) -> Callable[[], jax.Array]:
+    """What came back of the message that one asks, once it is there."""
+    return lambda: asked[0].result().total
 
 
 def _follow(before: Sequence[Future[Sent]], send: Callable[..., Sent], *args: Any, **kwargs: Any) -> Sent:

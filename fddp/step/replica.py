@@ -3,7 +3,7 @@
 It gathers contributions, packs them into messages, and when the sums come back it divides and uses them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, described_groups, make_plan, place_scalars
+from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_in_rows
 from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
@@ -108,7 +108,7 @@ class Replica:
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
         """How the messages are summed over replicas."""
         asks_first = self.options.skip_all_reduce_unused_params
-        return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None)
+        return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None, self.group.size)
 
     def mean(
         self, plan: BucketPlan, unpack: Unpack, state: TrainState, messages: Messages, kept: Any, sent: Any
@@ -125,15 +125,27 @@ class Replica:
         grads = _tree(plan.treedef, chosen, means.grads)
         return Mean(grads, means.loss, means.aux, model_state, by_bucket(plan, sent), used, drop_replica_dim(broken))
 
-    def plan(self, params: Any, order: Sequence[int], *, dtype: Any = np.float32, early: bool = False) -> BucketPlan:
+    def plan(
+        self,
+        params: Any,
+        order: Sequence[int],
+        *,
+        dtype: Any = np.float32,
+        early: bool = False,
+        touched: Mapping[int, int] | None = None,
+    ) -> BucketPlan:
         """The buckets of the trained leaves in this order; those without elements have nothing to send."""
         asks_first = self.options.skip_all_reduce_unused_params
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
-        plan = make_plan(parts(self.group.placement, params), order=order, **self.options.bucketing)
         # With virtual replicas the numbers are added in one dtype, whatever buckets there are.
         plain = self.options.hook is None and not self.options.shard and not self.options.virtual_replicas
-        return place_scalars(plan, dtype, early=early or asks_first, exact=plain and not asks_first)
+        exact = plain and not asks_first
+        # Rows are of a whole gradient that is summed as it is.
+        few = touched if exact and not self.local_steps and not self.group.placement.other_axes else None
+        tree = parts(self.group.placement, params)
+        plan = plan_in_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
+        return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
     def remembered(self, params: Any) -> Any:
         """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""
@@ -210,8 +222,10 @@ class Replica:
 
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:
-    """The bytes of each message of a plan, bucket k's at number k, whatever leads."""
-    return jnp.roll(sent, -1) if plan.messages[0].bucket is None else sent
+    """The bytes of each bucket of a plan, in whatever messages it travels; behind them those of the scalars alone."""
+    count = len(plan.buckets)
+    numbers = [count if message.bucket is None else message.bucket for message in plan.messages]
+    return jnp.zeros(max(numbers) + 1, sent.dtype).at[np.array(numbers)].add(sent)
 
 
 def with_trained(params: Any, trained: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
-from fddp.jaxpr import collectives, first_uses, ready_order
+from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
 from fddp.optim import LocalState
 from fddp.schedules import Runner, Schedule, after, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
@@ -28,6 +28,8 @@ from fddp.step.runner import runner_of
 from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
 from fddp.step.virtual import check_order
+
+MOST = 2**31 - 1  # rows that an integer of 32 bits counts
 
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 
@@ -90,8 +92,9 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         order = chosen[::-1] if options.order == "reverse" else _ready(program, chosen)
         # The state comes first: the number of the step, then the parameters.
         uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
+        rows = [min(count, MOST) for count in touched_rows(program)[: len(chosen)]]
         schedule = _schedule(replica, program)
-        found.append((order, uses, _paths(replica, state, batch), schedule, told))
+        found.append((order, uses, rows, _paths(replica, state, batch), schedule, told))
         return [
             f"call {call}",
             repr(options),
@@ -107,10 +110,10 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         ]
 
     verify(group, "batch or loss", describe)
-    ((order, uses, paths, schedule, told),) = found
+    ((order, uses, rows, paths, schedule, told),) = found
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
-    order, uses = group.broadcast((np.asarray(order, np.int32), np.asarray(uses, np.int32)))
+    order, uses, rows = group.broadcast(tuple(np.asarray(each, np.int32) for each in (order, uses, rows)))
     paths = group.all_reduce(np.asarray(paths, np.int32), op="max")
     reached = {i for i, path in zip(chosen, paths) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
@@ -121,7 +124,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     where = specs(group.placement, state._replace(accumulated=None, hook_state=()))
     averaged = state.model_state if options.broadcast_buffers == "mean" else None
     dtype = scalar_dtype(jax.tree.leaves((told, averaged)))
-    plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after))
+    touched = {i: options.accumulation_steps * int(count) for i, count in zip(chosen, rows)}
+    plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after), touched=touched)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
     used = partial(use, replica, where)

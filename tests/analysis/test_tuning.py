@@ -10,7 +10,7 @@ from fddp.analysis.measurement import MeasuredStep
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
-from fddp.buckets.plan import make_plan, place_scalars
+from fddp.buckets import make_plan, place_scalars
 from fddp.schedules.timeline import Pace, Span, Timeline
 from models import mlp
 

@@ -70,9 +70,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def everything(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
-    """Draws of its own and in common, a branch, dtypes and an empty leaf, weights, buffers and metrics."""
+    """Draws of its own and in common, a branch, dtypes and an empty leaf, few rows, weights, buffers and metrics."""
     x = batch["x"] + 0.1 * jax.random.normal(rng["own"], batch["x"].shape) + jax.random.uniform(rng["common"])
     hidden = jnp.tanh((x - model_state["mean"]) @ params["first"]) * params["half"].astype(x.dtype)
+    hidden += params["table"][batch["row"]]
     wave = jnp.real(jnp.fft.fft(hidden) * params["wave"]) + jnp.sum(params["empty"])
     branches = [lambda: jnp.mean(wave * params["left"]), lambda: jnp.mean(wave * params["right"]), lambda: 0.0]
     value = jnp.mean(wave**2) + jax.lax.switch(batch["choice"][0], branches)
@@ -80,7 +81,7 @@ def everything(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
     return fddp.Weighted(value, jnp.sum(jnp.abs(batch["x"]))), (new, {"wave": jnp.mean(wave)})
 
 
-def params_of_everything() -> Any:
+def params_of_everything(rows: int) -> Any:
     rng = np.random.default_rng(2)
     return {
         "first": rng.normal(size=(3, 4)),
@@ -89,6 +90,7 @@ def params_of_everything() -> Any:
         "left": np.float32(rng.normal(size=4)),
         "right": np.float32(rng.normal(size=4)),
         "empty": np.zeros((0, 2), np.float32),
+        "table": rng.normal(size=(rows, 4)),
         "never": np.ones(3, np.float32),
         "count": np.int32(3),
         "ignored": np.ones(2, np.float32),
@@ -103,7 +105,8 @@ def batches_of_everything() -> list[fddp.Joined]:
         if number == 2:
             x[5] = np.inf
         share = np.ones(8) if number < 4 else np.repeat([1.0, 0.0], 4)
-        found.append(fddp.Joined({"x": x, "choice": choice}, share, share, np.arange(8) == 0))
+        rows = {"x": x, "choice": choice, "row": np.arange(8) * (number + 1)}
+        found.append(fddp.Joined(rows, share, share, np.arange(8) == 0))
     return found
 
 
@@ -115,8 +118,9 @@ def trained_with_everything(replicas: fddp.Group, schedule: str, features: dict[
         accumulation_steps=2, bucket_cap_mb=0, find_unused_parameters=True, ignore=lambda path: path == "ignored",
         **features,
     )  # fmt: skip
+    # A hook gets whole gradients, and rounds them: of few numbers.
     state = step.init(
-        params_of_everything(),
+        params_of_everything(64 if "hook" in features else 4096),
         model_state={"mean": np.zeros(()), "calls": np.int32(2**24)},
         rng={"own": jax.random.key(0), "common": fddp.Shared(jax.random.key(1))},
     )

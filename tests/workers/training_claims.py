@@ -138,6 +138,26 @@ def a_shorter_last_batch_on_one_rank_counts_by_its_rows(group: fddp.Group):
 
 
 @claim()
+def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
+    """Each rank looks up three rows, then rank 0 seven, of which the message has no room for four."""
+    lookups = [[(5 * rank + k) % 7 for k in range(3)] for rank in range(group.size)]
+    more = [[0, 1, 2, 3, 4, 50, 59], *lookups[1:]]
+    expected, whole = np.zeros((20_000, 2)), 4 * 20_000 * 2
+    for step_rows in (lookups, more):
+        joined = np.concatenate(step_rows)
+        np.add.at(expected, joined, -1 / len(joined))
+    for schedule in ("fused", "staged"):
+        step = fddp.train_step(
+            lambda p, ids: jnp.mean(jnp.sum(p[ids], axis=1)), optax.sgd(1.0), group=group, schedule=schedule
+        )
+        state, few = step(step.init(np.zeros((20_000, 2), np.float32)), np.array(lookups[group.rank]))
+        state, many = step(state, np.array(more[group.rank]))
+        np.testing.assert_allclose(state.params, expected, rtol=1e-6, err_msg=schedule)
+        assert same_on_all_ranks(group, state.params), schedule
+        assert int(few.sent[0]) == (group.size - 1) * (3 * (2 + 1) + 1) * 4 < whole < int(many.sent[0]), schedule
+
+
+@claim()
 def parameters_in_bfloat16_are_trained(group: fddp.Group):
     for schedule in ("fused", "staged", "after"):
         step = towards_the_mean(group, schedule=schedule)

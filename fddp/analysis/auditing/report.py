@@ -228,7 +228,9 @@ def _problems(audit: Audit) -> Iterator[str]:
         yield f"not as planned: no collective carries {_listed(missing)}."
     if found != sorted(found, key=audit.messages.index):
         yield f"out of order: messages start in the order {_listed(found)}; early ones wait for late ones."
-    chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches})
+    # What is left behind a message of rows is nothing, as a rule.
+    left = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
+    chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches} - left)
     if chosen:
         yield (
             f"in a branch: {_listed(chosen)}. Whether, or how, it is sent is decided at run time (a hook that begins "

@@ -33,9 +33,13 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 
 
 def message_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
-    """Bytes of each all-reduce of a plan, with the tail behind the one that carries it, or alone."""
-    sizes = [0 if message.bucket is None else plan.buckets[message.bucket].nbytes for message in plan.messages]
-    return tuple(size + tail * message.scalars for size, message in zip(sizes, plan.messages))
+    """Bytes of what each bucket sends, with the tail behind the one that carries it, or alone."""
+    sizes = [
+        (0 if message.bucket is None else plan.buckets[message.bucket].nbytes) + tail * message.scalars
+        for message in plan.messages
+        if not message.rows  # which stand for their bucket: nothing else of it is sent, as a rule
+    ]
+    return tuple(sizes)
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:

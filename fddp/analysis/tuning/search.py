@@ -6,9 +6,10 @@ depends on the network, the model and the hosts: in the paper nothing but trying
 Source: Li et al. (VLDB 2020), Fig. 7 and 8.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from statistics import median, median_high
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from fddp.analysis.measurement import MeasuredStep, Measurement
 from fddp.analysis.tuning.link import Link, fit_link
 from fddp.analysis.tuning.regrouping import Typical, different, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
-from fddp.buckets import BucketPlan, MiB, make_plan, place_scalars
+from fddp.buckets import BucketPlan, MiB, place_scalars, plan_in_rows
 from fddp.comm import Group
 from fddp.runtime import group_of
 from fddp.schedules import Pace, observed_pace, outline, simulate
@@ -186,13 +187,18 @@ def tune(
     finest, run_finest = made(alone, 0.0, groups=None)
     run_finest()  # settles the order of readiness
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
-    exact = finest.plan.carrier.bucket is not None
-    plans = {cap: make_plan(params, order=order, bucket_cap_mb=cap, **bucketing) for cap in caps_mb}
-    plans = {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in different(plans).items()}
+
+    def planned(touched: Mapping[int, int]) -> dict[float, BucketPlan]:
+        made = partial(plan_in_rows, params, touched, group.size, order=order, **bucketing)
+        found = different({cap: made(bucket_cap_mb=cap) for cap in caps_mb})
+        exact = finest.plan.carrier.bucket is not None
+        return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in found.items()}
 
     def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
         """A real run with a cap, and what it tells of every other."""
-        runs = _in_turn(group, run_finest, made(alone, cap_mb)[1], made(group, cap_mb)[1])
+        step, run = made(group, cap_mb)
+        runs = _in_turn(group, run_finest, made(alone, cap_mb)[1], run)
+        plans = planned({bucket.leaves[0]: bucket.rows.most for bucket in step.plan.buckets if bucket.rows})
         (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
         pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
         more = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
@@ -207,7 +213,7 @@ def tune(
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
 
     # How both slow each other down depends a little on the cap: what decides is a look at the one that is chosen.
-    chosen, seen = list(plans)[len(plans) // 2], set[float]()
+    chosen, seen = median_high(planned({})), set[float]()
     while True:
         seen.add(chosen)
         busy, candidates, pace = look(chosen)

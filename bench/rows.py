@@ -1,0 +1,54 @@
+"""What does it save that of a table of words only the rows travel which a batch has looked up?
+
+    sudo .venv/bin/python bench/rows.py [--backends Gloo MPI] [--quick]
+
+A table of 32,768 × 64 and a network of 5 MiB behind it, 512 tokens a rank, schedule "staged", on two hosts joined by 1
+Gbit/s (bench/two_hosts.py), one core each. The table travels as rows, or whole, as it does in a group of its own.
+
+Source: Kim et al., "Parallax" (EuroSys 2019).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import fddp
+from bench.problems import Problem
+from bench.record import ratio, save, summary
+from bench.turns import BACKENDS, staged, take_turns
+
+CAP_MB = 4.0
+ROWS, WHOLE = "rows", "whole"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="two rounds, nothing is saved")
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    for backend in args.backends:
+        seconds = take_turns(__file__, backend, "words", rounds=2 if args.quick else args.rounds)
+        results[backend] = {way: summary(took) for way, took in seconds.items()}
+        results[backend]["ratio"] = of = ratio(seconds[ROWS], seconds[WHOLE])
+        times = ", ".join(f"{way} {results[backend][way]['median_ms']:.1f} ms" for way in (ROWS, WHOLE))
+        print(f"{backend}: {times}: {of['median']:.3f} ({of['quartile_1']:.3f} to {of['quartile_3']:.3f})")
+    if not args.quick:
+        print(save("rows", results))
+
+
+def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
+    """The table as rows, and whole."""
+
+    def alone(name: str) -> str | None:
+        return name if name == "table" else None
+
+    return {ROWS: staged(task, group, CAP_MB), WHOLE: staged(task, group, CAP_MB, groups=alone)}
+
+
+if __name__ == "__main__":
+    main()

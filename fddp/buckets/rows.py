@@ -1,0 +1,158 @@
+"""The rows of a leaf that a gradient touched, with their numbers: what is sent of an embedding in place of all of it.
+
+A message of rows has room for so many of them and is gathered; what has found no room is left, and travels as any
+bucket does, if a replica says that it has something left. So the sum is exact however many rows there are.
+
+Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Kim et al., "Parallax" (EuroSys 2019).
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Shaped, UInt
+
+from fddp.buckets.assignment import make_plan
+from fddp.buckets.groups import Groups
+from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
+from fddp.buckets.words import from_words, to_words
+
+WORTH = 64 * 1024  # bytes that take about as long as the two messages more
+
+
+def plan_in_rows(
+    tree: Any,
+    touched: Mapping[int, int],
+    replicas: int,
+    *,
+    order: Sequence[int],
+    groups: Groups | None = None,
+    **caps: float,
+) -> BucketPlan:
+    """A plan in which leaves travel as rows where that saves much, each in a bucket of its own.
+
+    Args:
+      tree: as of `make_plan`.
+      touched: leaf index → how many of its rows a replica's gradient touches, as far as is known.
+      replicas: how many gather them.
+      order: as of `make_plan`.
+      groups: likewise; a leaf that shares a group stays whole.
+      **caps: likewise.
+
+    Returns:
+      The plan.
+
+    Example:
+      >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
+      >>> [bucket.rows for bucket in plan_in_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
+      [None, Rows(most=64, of=9000)]
+      >>> [bucket.rows for bucket in plan_in_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
+      [None]
+    """
+    plan = make_plan(tree, order=order, groups=groups, **caps)
+    alone = {i: _bucket_of_rows(plan, i, touched[i]) for i in order if i in touched and _has_rows(plan.leaves[i])}
+    # To each of the others a replica sends all its rows; of an all-reduce it sends two parts of as many as replicas.
+    saved = {i: (replicas - 1) * (2 * plan.leaves[i].nbytes // replicas - one.nbytes) for i, one in alone.items()}
+    few = {i: one for i, one in alone.items() if saved[i] >= WORTH}
+    names = {plan.leaves[i].name for i in few}
+
+    def apart(name: str) -> Hashable | None:
+        key = groups(name) if groups else None
+        return (Rows, name) if key is None and name in names else key
+
+    if not few:
+        return plan
+    plan = make_plan(tree, order=order, groups=apart, **caps)
+    return replace(
+        plan, buckets=tuple(few.get(one.leaves[0], one) if len(one.leaves) == 1 else one for one in plan.buckets)
+    )
+
+
+def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
+    """Takes the rows out of a bucket that are not zero.
+
+    Args:
+      bucket: one that travels as rows.
+      flat: its gradient.
+
+    Returns:
+      Numbers and rows as words, the last of which says whether there are more than there is room for; and what is left.
+    """
+    rows, table = _rows(bucket), flat.reshape(_rows(bucket).of, -1)
+    touched = jnp.any(table != 0, axis=1)
+    (numbers,) = jnp.nonzero(touched, size=rows.most, fill_value=rows.of)
+    values = to_words(table.at[numbers].get(mode="fill", fill_value=0)).reshape(-1)
+    more = jnp.sum(touched) > rows.most
+    words = [_number_words(numbers.astype(jnp.int32), values.dtype), values, more[None].astype(values.dtype)]
+    return jnp.concatenate(words), table.at[numbers].set(0, mode="drop").reshape(-1)
+
+
+def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """Adds up what came back: the inverse of `take_rows` for one replica, the sum over several.
+
+    Rows are added replica by replica: in one order, which gives all replicas the same bits.
+
+    Args:
+      bucket: as there.
+      words: those of all replicas, in a row.
+      left: the sum of what was left.
+
+    Returns:
+      The sum of the bucket.
+    """
+    rows, table = _rows(bucket), left.reshape(_rows(bucket).of, -1)
+    form = (rows.most, table.shape[1])
+    parts = (2,) if jnp.issubdtype(left.dtype, jnp.complexfloating) else ()
+    numbers = rows.most * _words_of_number(words.dtype)
+
+    def add(total: Array, one: Array) -> tuple[Array, None]:
+        which, values, _ = jax.lax.split(one, [numbers, one.size - numbers - 1, 1])
+        values = from_words(values.reshape(*parts, *form), left)
+        return total.at[_numbers(which)].add(values, mode="drop"), None
+
+    total, _ = jax.lax.scan(add, table, words.reshape(-1, numbers + math.prod((*parts, *form)) + 1))
+    return total.reshape(-1)
+
+
+def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
+    """Where in the words of so many replicas each says whether it has something left."""
+    words = bucket.nbytes // np.dtype(jnp.finfo(bucket.dtype).dtype).itemsize
+    return tuple(range(words - 1, replicas * words, words))
+
+
+def _has_rows(leaf: Leaf) -> bool:
+    """Whether there are rows, of numbers that are whole words."""
+    return bool(leaf.shape and leaf.size) and jnp.finfo(leaf.dtype).bits >= 16
+
+
+def _bucket_of_rows(plan: BucketPlan, i: int, count: int) -> Bucket:
+    leaf = plan.leaves[i]
+    return Bucket((i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(count, leaf.shape[0]), leaf.shape[0]))
+
+
+def _rows(bucket: Bucket) -> Rows:
+    if bucket.rows is None:
+        raise ValueError(f"bucket {bucket.names} does not travel as rows.")
+    return bucket.rows
+
+
+# A number has 32 bits: two words of 16, or one that may be wider.
+
+
+def _words_of_number(dtype: np.dtype) -> int:
+    return max(1, 4 // dtype.itemsize)
+
+
+def _number_words(numbers: Int32[Array, " rows"], dtype: np.dtype) -> UInt[Array, " words"]:
+    if _words_of_number(dtype) == 1:
+        return numbers.astype(dtype)
+    return jax.lax.bitcast_convert_type(numbers, dtype).reshape(-1)
+
+
+def _numbers(words: UInt[Array, " words"]) -> Int32[Array, " rows"]:
+    each = _words_of_number(words.dtype)
+    return words.astype(jnp.int32) if each == 1 else jax.lax.bitcast_convert_type(words.reshape(-1, each), jnp.int32)

@@ -1,0 +1,76 @@
+"""Rows of a bucket as words: taken out, and added up over replicas."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fddp.buckets import add_rows, flags, plan_in_rows, take_rows
+from fddp.buckets.rows import WORTH
+
+DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
+ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count
+
+
+def bucket_of(dtype: str) -> Any:
+    form = jax.ShapeDtypeStruct((ALL, WIDTH), dtype)
+    (bucket,) = plan_in_rows(form, {0: MOST}, 2, order=(0,)).buckets
+    return bucket
+
+
+def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
+    values = np.random.default_rng(seed).integers(-8, 8, size=(len(numbers), WIDTH)) + 9
+    return jnp.zeros((ALL, WIDTH), dtype).at[np.array(numbers, int)].add(values.astype(dtype)).reshape(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]])
+def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
+    bucket, flat = bucket_of(dtype), gradient(dtype, numbers, 0)
+    words, left = take_rows(bucket, flat)
+    assert words.nbytes == bucket.nbytes and words.dtype.kind == "u"
+    (place,) = flags(bucket, 1)
+    assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(left != 0))
+    assert np.asarray(add_rows(bucket, words, left)).tobytes() == np.asarray(flat).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
+def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str):
+    bucket = bucket_of(dtype)
+    gradients = [gradient(dtype, numbers, k) for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))]
+    sent = [take_rows(bucket, flat) for flat in gradients]
+    words = jnp.concatenate([one for one, _ in sent])
+    assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
+    total = add_rows(bucket, words, jnp.asarray(sum(left for _, left in sent)))
+    assert np.array_equal(np.asarray(total), np.asarray(sum(gradients)))  # small whole numbers: exact in every dtype
+
+
+def test_a_row_that_is_no_number_travels(x64: None):
+    bucket = bucket_of("float32")
+    flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
+    words, left = take_rows(bucket, flat)
+    assert np.isnan(np.asarray(add_rows(bucket, words, left))).nonzero()[0].tolist() == [7 * WIDTH]
+
+
+def test_rows_travel_where_these_save_enough_bytes():
+    """To each of the others a replica sends its rows whole, of an all-reduce 2/n: more replicas, fewer rows."""
+    form = jax.ShapeDtypeStruct((100_000, 4), "float32")
+
+    def travel(replicas: int, touched: int) -> bool:
+        return plan_in_rows(form, {0: touched}, replicas, order=(0,)).buckets[0].rows is not None
+
+    bytes_of_all, bytes_of_row = 1_600_000, 4 * 4 + 4
+    for replicas in (2, 3, 8):
+        most = (2 * bytes_of_all // replicas - WORTH // (replicas - 1)) // bytes_of_row
+        assert travel(replicas, most - 1) and not travel(replicas, most + 1)
+    assert not travel(1, 1), "one replica sends nothing"
+
+
+def test_who_shares_a_group_stays_whole():
+    tree = {"table": jax.ShapeDtypeStruct((100_000, 4), "float32"), "bias": jax.ShapeDtypeStruct((4,), "float32")}
+    both = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all")
+    assert [bucket.rows for bucket in both.buckets] == [None]
+    other = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None)
+    assert [bucket.rows is None for bucket in other.buckets] == [True, False]
