@@ -44,7 +44,13 @@ PLACES = {"stages": PartitionSpec("stage"), "embed": PartitionSpec("stage"), "no
 
 
 def main(
-    replicas: int = 2, stages: int = 4, micro_batches: int = 8, layers: int = 4, steps: int = 60, seed: int = 0
+    replicas: int = 2,
+    stages: int = 4,
+    micro_batches: int = 8,
+    layers: int = 4,
+    steps: int = 60,
+    seed: int = 0,
+    quick: bool = False,
 ) -> None:
     """Trains a tiny GPT on Python's own sources.
 
@@ -55,7 +61,9 @@ def main(
       layers: how many the model has.
       steps: updates of the parameters.
       seed: decides the first parameters and the order of rows.
+      quick: twenty steps, as the tests run it.
     """
+    steps = 20 if quick else steps
     jax.config.update("jax_num_cpu_devices", replicas * stages)
     mesh = two_axes(replicas, stages, "stage")
     group = fddp.mesh_group(mesh)

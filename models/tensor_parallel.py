@@ -34,7 +34,7 @@ PLACES = {
 }
 
 
-def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0) -> None:
+def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0, quick: bool = False) -> None:
     """Trains the tiny GPT on Python's own sources.
 
     Args:
@@ -42,7 +42,9 @@ def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0) -> N
       parts: over how many devices each replica is spread; a divisor of its 2 key-value heads.
       steps: updates of the parameters.
       seed: decides the first parameters and the order of rows.
+      quick: twenty steps, as the tests run it.
     """
+    steps = 20 if quick else steps
     jax.config.update("jax_num_cpu_devices", replicas * parts)
     mesh = two_axes(replicas, parts)
     group = fddp.mesh_group(mesh)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -75,6 +75,8 @@ class Config:
     """Folder for checkpoints: training saves there, and the same command goes on from the newest."""
     save_every: int = 100
     """With --resume: steps between two checkpoints."""
+    quick: bool = False
+    """Few steps of the smallest model, as the tests run it, where nothing else is said."""
 
 
 CONFIGS = {"resnet": Config(), "gpt": Config("gpt", preset="bytes", steps=300, batch=16)}
@@ -82,8 +84,9 @@ CONFIGS = {"resnet": Config(), "gpt": Config("gpt", preset="bytes", steps=300, b
 
 def read_config(words: Sequence[str]) -> Config:
     """The command line, over the defaults of the model that it names."""
-    model = next((word for word in words if word in CONFIGS), "resnet")
-    return tyro.cli(Config, default=CONFIGS[model], args=words, prog="train.py", description=__doc__)
+    default = CONFIGS[next((word for word in words if word in CONFIGS), "resnet")]
+    default = replace(default, preset="tiny", steps=60) if "--quick" in words else default
+    return tyro.cli(Config, default=default, args=words, prog="train.py", description=__doc__)
 
 
 def main(config: Config) -> None:

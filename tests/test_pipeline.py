@@ -1,8 +1,5 @@
 """A GPT in stages trains as on one device; its devices hold a stage each, and hand activations to their neighbours."""
 
-import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -165,18 +162,3 @@ def test_rows_that_micro_batches_do_not_divide_are_an_error(x64, micro_batches):
     says = rf"micro_batches={micro_batches}, and 6 rows of a replica cannot be cut .* take a divisor of the rows"
     with pytest.raises(ValueError, match=says):
         step(state, BATCHES[0])
-
-
-### The worked example
-
-
-@pytest.mark.slow
-def test_the_example_trains_in_stages():
-    options = ["--stages", "2", "--micro-batches", "4", "--layers", "2", "--steps", "20"]
-    script = [sys.executable, "-W", "error", str(ROOT / "models" / "pipeline.py"), *options]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
-    first, last = (float(n) for n in re.findall(r"loss (\S+) → (\S+) in 20 steps", ended.stdout)[0])
-    assert last < 0.7 * first
-    assert "2 replicas × 2 stages, 4 micro-batches" in ended.stdout
-    assert "bubble 20% of the ticks" in ended.stdout
-    assert "0.345 MiB, of which each device holds 0.173 MiB" in ended.stdout

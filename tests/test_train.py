@@ -121,22 +121,6 @@ def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train.py", "tensor_parallel.py", "pipeline.py"])
-def test_a_script_finds_models_where_fddp_is_installed_without_the_checkout(tmp_path: Path, script: str):
-    (tmp_path / "fddp").symlink_to(ROOT / "fddp")
-    packages = Path(np.__file__).parents[1]
-    # -S: an editable installation would put the checkout on the path.
-    path = os.pathsep.join([str(tmp_path), str(packages)])
-    help_ = run(sys.executable, "-S", str(ROOT / "models" / script), "--help", cwd=tmp_path, PYTHONPATH=path)
-    assert "--steps" in help_
-
-
-def test_replicas_are_devices_of_one_process(tmp_path: Path):
-    output = run(*PYTHON, "-m", "models.train", *TINY, "--replicas", "4", "--out", str(tmp_path), cwd=ROOT)
-    assert "4 × cpu · backend local · processes: 1" in output
-    assert (tmp_path / "resnet-tiny.png").exists()
-
-
 @pytest.mark.parametrize("words", [["--help"], ["gpt", "--help"]])
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str], words: list[str]):
     with pytest.raises(SystemExit):
@@ -149,6 +133,9 @@ def test_defaults_are_those_of_the_model_wherever_it_stands():
     assert train.read_config([]) == train.CONFIGS["resnet"]
     for words in (["gpt", "--steps", "2"], ["--steps", "2", "gpt"]):
         assert train.read_config(words) == replace(train.CONFIGS["gpt"], steps=2)
+    quick = replace(train.CONFIGS["gpt"], preset="tiny", steps=60, quick=True)
+    assert train.read_config(["gpt", "--quick"]) == quick
+    assert train.read_config(["--quick", "--steps", "2", "gpt"]) == replace(quick, steps=2)
 
 
 ### The loop

@@ -5,8 +5,6 @@ on the joined batch, and what is sent is read off the compiled program.
 """
 
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from functools import cache, partial
@@ -322,16 +320,3 @@ def test_no_groups_are_an_error_and_groups_of_other_devices_too(group):
 
 def test_several_devices_of_a_process_stay_on_one_link(group):
     assert fddp.round_robin([group(4)] * 3).transport.clones == (group(4).transport,)
-
-
-### The worked example
-
-
-def test_the_example_trains_in_parts():
-    script = [sys.executable, "-W", "error", str(ROOT / "models" / "tensor_parallel.py"), "--steps", "40"]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
-    first, last = (float(n) for n in re.findall(r"loss (\S+) → (\S+) in 40 steps", ended.stdout)[0])
-    assert last < 0.7 * first
-    assert "4 replicas × 2 devices" in ended.stdout
-    assert "0.345 MiB, of which each device holds 0.173 MiB" in ended.stdout
-    assert "20 of 20 leaves in 1 bucket, 0.173 MiB" in ended.stdout

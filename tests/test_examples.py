@@ -1,0 +1,100 @@
+"""The scripts in models/ do what they say, run as a user runs them: fddp installed, in a folder of one's own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.steps
+
+ROOT = Path(__file__).parents[1]
+MODELS = ROOT / "models"
+# -S: an editable installation would put the checkout on the path.
+PYTHON = (sys.executable, "-S", "-W", "error")
+WARNED = re.compile("warning|donated", re.IGNORECASE)
+PARAMETERS = 90_432  # of the tiny GPT
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder from which fddp can be imported, and nothing else of the checkout."""
+    (tmp_path / "fddp").symlink_to(ROOT / "fddp")
+    return tmp_path
+
+
+def environment(home: Path, **env: str) -> dict[str, str]:
+    packages = Path(np.__file__).parents[1]
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{home}{os.pathsep}{packages}"} | env
+
+
+def quick(home: Path, script: str, *words: str, devices: int = 1, before: tuple[str, ...] = ()) -> str:
+    """What a script prints; it may warn of nothing."""
+    command = [*before, *PYTHON, str(MODELS / script), "--quick", *words]
+    env = environment(home, JAX_NUM_CPU_DEVICES=str(devices))
+    done = subprocess.run(command, cwd=home, env=env, text=True, capture_output=True, timeout=300)
+    said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, said
+    assert not WARNED.search(done.stdout + done.stderr), said
+    return done.stdout
+
+
+def numbers(pattern: str, said: str) -> list[float]:
+    """Those of the only place where a script says so."""
+    found = re.findall(pattern, said)
+    assert len(found) == 1, said
+    return [float(number.replace(",", "")) for number in (found[0] if isinstance(found[0], tuple) else found)]
+
+
+### What each says
+
+
+def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses(home: Path):
+    said = quick(home, "train.py", "--replicas", "4", "--out", "drawn")
+    assert "4 × cpu · backend local · processes: 1" in said and "60/60 steps" in said
+    first, last = numbers(r"training loss +([\d.]+) → ([\d.]+)", said)
+    assert last < first - 0.2
+    assert numbers(r"test accuracy +([\d.]+)%", said)[0] > 30
+    assert (home / "drawn" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "says"),
+    [
+        ("tensor_parallel.py", ["--replicas", "2"], ["2 replicas × 2 devices", "20 of 20 leaves in 1 bucket"]),
+        (
+            "pipeline.py",
+            ["--stages", "2", "--micro-batches", "4", "--layers", "2"],
+            ["2 replicas × 2 stages, 4 micro-batches", "bubble 20% of the ticks"],
+        ),
+    ],
+)
+def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
+    home: Path, script: str, words: list[str], says: list[str]
+):
+    said = quick(home, script, *words)
+    first, last = numbers(r"loss (\S+) → (\S+) in 20 steps", said)
+    assert last < 0.7 * first
+    whole, held = numbers(r"parameters (\S+) MiB, of which each device holds (\S+) MiB", said)
+    assert whole == pytest.approx(4 * PARAMETERS / 2**20, abs=1e-3)
+    assert held == pytest.approx(whole / 2, abs=2e-3)
+    assert [words for words in says if words not in said] == []
+
+
+### All of them
+
+TESTED = {
+    "train.py": test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses,
+    "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
+    "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
+}
+
+
+def test_every_script_of_models_is_tested_here_and_stands_on_the_page():
+    scripts = {path.name for path in MODELS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert scripts == set(TESTED)
+    assert [name for name in scripts if f"`models/{name}`" not in page or f"python models/{name}" not in page] == []
