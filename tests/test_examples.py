@@ -49,6 +49,10 @@ def numbers(pattern: str, said: str) -> list[float]:
     return [float(number.replace(",", "")) for number in (found[0] if isinstance(found[0], tuple) else found)]
 
 
+def losses(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+, loss ([\d.]+)", said)]
+
+
 ### What each says
 
 
@@ -59,6 +63,13 @@ def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_loss
     assert last < first - 0.2
     assert numbers(r"test accuracy +([\d.]+)%", said)[0] > 30
     assert (home / "drawn" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["with_nnx.py", "with_linen.py"])
+def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(home: Path, script: str):
+    said = quick(home, script, devices=2)
+    assert losses(said)[-1] < 0.5 * losses(said)[0]
+    assert numbers(r"2 replicas, test accuracy ([\d.]+)%", said)[0] > 85
 
 
 @pytest.mark.parametrize(
@@ -88,6 +99,7 @@ def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
 
 TESTED = {
     "train.py": test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses,
+    "with_nnx.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
 }
