@@ -100,6 +100,7 @@ def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
 TESTED = {
     "train.py": test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses,
     "with_nnx.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
+    "with_linen.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
 }
