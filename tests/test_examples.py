@@ -4,10 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import free_port
 
 pytestmark = pytest.mark.steps
 
@@ -42,6 +45,20 @@ def quick(home: Path, script: str, *words: str, devices: int = 1, before: tuple[
     return done.stdout
 
 
+@contextmanager
+def two_ranks(home: Path, *command: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that meet over Gloo; whatever happens none of them stays."""
+    env = environment(home, FDDP_SIZE="2", FDDP_COORDINATOR=f"127.0.0.1:{free_port()}")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen(command, cwd=home, env=env | {"FDDP_RANK": str(rank)}, **streams) for rank in range(2)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 def numbers(pattern: str, said: str) -> list[float]:
     """Those of the only place where a script says so."""
     found = re.findall(pattern, said)
@@ -70,6 +87,20 @@ def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(h
     said = quick(home, script, devices=2)
     assert losses(said)[-1] < 0.5 * losses(said)[0]
     assert numbers(r"2 replicas, test accuracy ([\d.]+)%", said)[0] > 85
+
+
+@pytest.mark.ranks
+def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home: Path):
+    with two_ranks(home, *PYTHON, str(MODELS / "diloco.py"), "--quick") as ranks:
+        said, silent = (rank.communicate(timeout=300)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(said + silent), said + silent
+    assert "loss" in said and "loss" not in silent
+    sent, of_ddp, steps = numbers(r"each replica sent ([\d,]+) bytes, DDP sends ([\d,]+) in (\d+) steps", said)
+    # Of two replicas each sends what is summed once: the parameters, and beside them a few scalars.
+    assert 4 * 4 * PARAMETERS <= sent <= 4 * (4 * PARAMETERS + 64)
+    assert steps == 32 and steps * 4 * PARAMETERS <= of_ddp <= steps * (4 * PARAMETERS + 64)
+    assert losses(said)[-1] < losses(said)[0]
+    assert numbers(r"2 replicas, ([\d.]+) bits per byte", said)[0] < 6
 
 
 @pytest.mark.parametrize(
@@ -101,6 +132,7 @@ TESTED = {
     "train.py": test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses,
     "with_nnx.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
     "with_linen.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
+    "diloco.py": test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
 }
