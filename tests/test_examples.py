@@ -4,13 +4,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
 from processes import free_port
+
+import fddp
+from models import data, gpt
 
 pytestmark = pytest.mark.steps
 
@@ -103,6 +108,28 @@ def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home
     assert numbers(r"2 replicas, ([\d.]+) bits per byte", said)[0] < 6
 
 
+def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
+    home: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+):
+    said = quick(home, "sharded.py", "--save", "saved", devices=4)
+    held, whole = numbers(r"each of 4 replicas holds ([\d.]+) MiB, the state has ([\d.]+) MiB", said)
+    assert whole == pytest.approx(3 * 4 * PARAMETERS / 2**20, abs=1e-3)
+    assert held == pytest.approx(whole / 4, abs=1e-3)
+    assert losses(said)[-1] < 0.7 * losses(said)[0]
+
+    model = gpt.PRESETS["tiny"]
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+    step = fddp.train_step(gpt.loss_fn(model), optimizer, group=group(1), has_aux=True)
+    params, _ = gpt.init(model, jax.random.key(1), gpt.batch(model, 1))
+    with fddp.Checkpoints(home / "saved", step) as checkpoints:
+        state, _ = checkpoints.restore(step.init(params))
+    assert "it was on 4 replicas and is on 1" in capfd.readouterr().err
+    _, held_out = data.read_text(None, model.context)
+    rows = held_out[:: len(held_out) // 256 + 1].astype(np.int32)
+    nats, _ = jax.jit(gpt.loss_fn(model))(state.params, {"tokens": rows})
+    assert numbers(r"([\d.]+) bits per byte", said)[0] == pytest.approx(float(nats) / np.log(2), abs=2e-4)
+
+
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
@@ -133,6 +160,7 @@ TESTED = {
     "with_nnx.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
     "with_linen.py": test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen,
     "diloco.py": test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes,
+    "sharded.py": test_each_replica_holds_its_part_and_what_it_saves_is_the_whole,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
 }
