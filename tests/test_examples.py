@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -153,6 +154,42 @@ def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
     assert [words for words in says if words not in said] == []
 
 
+### A job that is ended
+
+
+def read_until(words: str, process: subprocess.Popen[str]) -> str:
+    """Waits until a process says so."""
+    said = ""
+    assert process.stdout
+    for line in process.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said)
+
+
+@pytest.mark.ranks
+def test_a_job_that_sigterm_ended_goes_on_by_the_same_command_to_the_bits_of_one_that_nobody_ended(home: Path):
+    example = str(MODELS / "resume.py")
+    supervised = (*PYTHON, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--")
+    calm = quick(home, "resume.py", "--folder", "calm", before=supervised)
+    assert "begins after step 0 of 30" in calm and "step 30, loss" in calm
+
+    ended = [*PYTHON, example, "--quick", "--folder", "ended"]
+    with two_ranks(home, *ended) as ranks:
+        said = read_until("begins after step 0", ranks[0])
+        ranks[1].send_signal(signal.SIGTERM)
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    said += "".join(outputs)
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    (saved,) = numbers(r"told to end, saved after step (\d+)", said)
+    assert 0 < saved < 30 and [path.name for path in (home / "ended").iterdir()] == [f"{saved:.0f}"], said
+    again = quick(home, "resume.py", "--folder", "ended", before=supervised)
+    assert f"begins after step {saved:.0f} of 30" in again
+    bits = re.compile(r"parameters ([0-9a-f]{16})")
+    assert bits.findall(again) == bits.findall(calm) != []
+
+
 ### All of them
 
 TESTED = {
@@ -163,6 +200,7 @@ TESTED = {
     "sharded.py": test_each_replica_holds_its_part_and_what_it_saves_is_the_whole,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
+    "resume.py": test_a_job_that_sigterm_ended_goes_on_by_the_same_command_to_the_bits_of_one_that_nobody_ended,
 }
 
 
