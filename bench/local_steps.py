@@ -11,6 +11,7 @@ Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from fddp.analysis.plots import figure
 from models import data, gpt
 
 REPLICAS, MiB = 4, 2**20
+FILE = Path(__file__).parent / "results" / "local_steps.json"
 Optimizer = optax.GradientTransformation
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="number of the first seed; the file keeps those before it")
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, nothing is saved")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
@@ -62,15 +65,26 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         steps = 32 if args.quick else {"digits": 512, "gpt": 256}[name]
-        seeds = range(1 if args.quick else args.seeds)
+        seeds = range(args.first, args.first + (1 if args.quick else args.seeds))
         found = {
             method: [train(group, PROBLEMS[name](seed, steps), seed, **options) for seed in seeds]
             for method, options in methods(steps).items()
         }
         results[name] = told(name, found, steps)
     if not args.quick:
+        results = together(results, args.first)
         print(save("local_steps", {"replicas": REPLICAS, "problems": results}))
         print(picture(results))
+
+
+def together(results: dict[str, Any], first: int) -> dict[str, Any]:
+    """The results, behind those of earlier seeds and beside those of other problems, as the file has them."""
+    before = json.loads(FILE.read_text())["results"]["problems"] if FILE.exists() else {}
+    for name, found in results.items():
+        for method, now in found["methods"].items():
+            was = before[name]["methods"][method]["test_loss"][:first] if first else []
+            now["test_loss"] = [*was, *now["test_loss"]]
+    return before | results
 
 
 def methods(steps: int) -> dict[str, dict[str, Any]]:
@@ -88,6 +102,7 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
         },
         "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},
         "top-k, 1 %": {"hook": hooks.starting(steps // 10, hooks.topk(0.01))},
+        "chunks, 10 %": {"hook": hooks.starting(steps // 10, hooks.chunks(0.1))},
     }
 
 
