@@ -59,6 +59,15 @@ def test_the_references_have_moved_from_their_start():
     assert len(set(expected.losses.tolist())) == trainings.STEPS
 
 
+@pytest.mark.parametrize(
+    ("zeros", "ones", "error"), [(0.0, 1.0, 0.0), (1e-30, 1.0, np.inf), (0.0, 1.5, 0.5), (0.0, np.nan, np.nan)]
+)
+def test_an_error_is_relative_to_each_leaf_and_hides_no_nan(zeros: float, ones: float, error: float):
+    expected = trainings.Result({"w": np.ones(3), "zero": np.zeros(2)}, None, np.ones(1))
+    result = trainings.Result({"w": np.full(3, ones), "zero": np.full(2, zeros)}, None, np.ones(1))
+    np.testing.assert_equal(trainings.relative_error(result, expected), error)
+
+
 ### Processes
 
 Results = Callable[[str, int], tuple[Outcome, list[dict[str, trainings.Result]]]]

@@ -117,6 +117,13 @@ def _trained(
 
 
 def relative_error(result: Result, expected: Result) -> float:
-    """The largest max|a - b| / max|b| of any leaf: relative to the leaf, for single elements may be near zero."""
-    errors = jax.tree.map(lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(b)), result, expected)
-    return float(max(jax.tree.leaves(errors)))
+    """The largest max|a - b| / max|b| of any leaf: relative to the leaf, for single elements may be near zero.
+
+    A leaf that must be zero is, or its error is infinite; what is no number is no number here either.
+    """
+
+    def error(a: Any, b: Any) -> float:
+        off, size = float(np.max(np.abs(a - b))), float(np.max(np.abs(b)))
+        return off / size if size else off and np.inf
+
+    return float(np.max(jax.tree.leaves(jax.tree.map(error, result, expected))))
