@@ -38,7 +38,7 @@ from fddp.optim import LocalState as LocalState
 from fddp.optim import dynamic_scale as dynamic_scale
 from fddp.optim import local_steps as local_steps
 from fddp.runtime import alive as alive
-from fddp.runtime import gpu_compiler as gpu_compiler
+from fddp.runtime import expect_no_gpu as expect_no_gpu
 from fddp.runtime import init as init
 from fddp.runtime import preempted as preempted
 from fddp.step import Options as Options
@@ -91,4 +91,5 @@ def __dir__() -> list[str]:
 
 
 # Here, for JAX may be used before fddp.init is called.
-gpu_compiler.expect_no_gpu()
+expect_no_gpu()
+del expect_no_gpu

@@ -4,6 +4,7 @@ Launchers tell who a process is; processes meet and find their backend; an error
 comm.
 """
 
+from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.launchers import missing_srun as missing_srun
 from fddp.runtime.launchers import read_launch as read_launch
