@@ -1,5 +1,6 @@
 """The pages as a site: its nav has every page, its API every public name, every link a target, and it builds."""
 
+import ast
 import inspect
 import os
 import re
@@ -47,6 +48,23 @@ def test_the_api_has_every_public_name_once():
     rooms = {name: x.__name__ for name, x in names.items() if inspect.ismodule(x)}
     assert rooms == {name: f"fddp.{name}" for name in rooms}, "a module shows that is no room"
     assert sorted(re.findall(r"^::: fddp\.(\w+)$", API, re.MULTILINE)) == sorted([*public, "hooks"])
+
+
+def test_every_public_field_says_what_it_is():
+    """In a docstring below it, or among the `Attributes:` of its class."""
+    nodes = (node for path in (ROOT / "fddp").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    public = set(re.findall(r"^::: fddp\.(\w+)$", API, re.MULTILINE))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name in public]
+    assert len(classes) > 15
+    silent = [
+        f"{one.name}.{ast.unparse(field.target)}"
+        for one in classes
+        for field, below in zip(one.body, [*one.body[1:], None])
+        if isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_")
+        if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant))
+        if f"{ast.unparse(field.target)} (" not in (ast.get_docstring(one) or "")
+    ]
+    assert silent == []
 
 
 def test_the_api_has_every_hook():

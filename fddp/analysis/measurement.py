@@ -51,6 +51,7 @@ class Measurement:
     """
 
     steps: tuple[MeasuredStep, ...]
+    """What was measured of each."""
 
     @property
     def step_ms(self) -> float:

@@ -20,8 +20,11 @@ class Stats:
     """
 
     world_size: int
+    """The number of replicas."""
     rank: int
+    """This process's number."""
     backend_name: str
+    """"nccl", "gloo", "mpi" or "local"."""
     iteration: int
     """Steps that this object has run."""
     skipped_steps: int
@@ -29,14 +32,19 @@ class Stats:
     watchers_said: str
     """What the watchers of all ranks found last, a straggler, say; empty if nothing (`docs/faults.md`)."""
     num_parameter_tensors: int
+    """Leaves of the parameters' tree."""
     total_parameter_size_bytes: int
+    """Their bytes."""
     bucket_cap_bytes: float
+    """The option `bucket_cap_mb`, in bytes."""
     bucket_sizes: tuple[int, ...]
     """Bytes of each bucket, in the order in which they leave."""
     grad_ready_order: tuple[str, ...]
     """Names of the leaves that travel, in the order in which their gradients become ready."""
     find_unused_parameters: bool
+    """The option of that name."""
     broadcast_buffers: bool | str
+    """The option of that name."""
     avg_first_stage_time: float | None
     """The first program: the forward pass, and the backward pass until the first bucket is full."""
     avg_backward_compute_time: float | None

@@ -24,15 +24,20 @@ class Leaf:
     """One array of the tree: its path, shape and dtype."""
 
     name: str
+    """Its path: "Dense_0/kernel"."""
     shape: tuple[int, ...]
+    """Its dims."""
     dtype: np.dtype
+    """Its dtype, in which it travels."""
 
     @property
     def size(self) -> int:
+        """Elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes."""
         return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -51,9 +56,13 @@ class Bucket:
     """Leaves of one dtype that travel together, in the order in which they lie in the bucket."""
 
     leaves: tuple[int, ...]
+    """Their numbers in the plan,"""
     names: tuple[str, ...]
+    """and their names."""
     dtype: np.dtype
+    """The dtype of all of them."""
     size: int
+    """Elements."""
     rows: Rows | None = None
     """Of its only leaf travel rows with their numbers, and the rest only if there is any; None: all of it travels."""
 
@@ -90,8 +99,11 @@ class BucketPlan:
     """
 
     leaves: tuple[Leaf, ...]
+    """All leaves of the tree, in its order."""
     buckets: tuple[Bucket, ...]
+    """What travels, in launch order."""
     treedef: Any
+    """The structure of the tree."""
     messages: tuple[Message, ...]
     """All that a step sends, in order: a bucket each, and one more where the scalars travel alone; before a bucket that
     travels as rows these."""

@@ -47,10 +47,15 @@ class BatchNorm(nn.Module):
     dtype: Dtype | None = None
     """Of the result; None: that of input and parameters."""
     param_dtype: Dtype = jnp.float32
+    """Of scale and bias."""
     use_bias: bool = True
+    """Whether a bias is added, and"""
     use_scale: bool = True
+    """whether what is normalized is multiplied by a scale."""
     bias_init: Initializer = nn.initializers.zeros
+    """Makes the first bias,"""
     scale_init: Initializer = nn.initializers.ones
+    """and this the first scale."""
     axis_name: str | None = None
     """The replicas' axis, `group.axis_name`; None: this replica's rows alone."""
 

@@ -37,6 +37,7 @@ class Nnx(NamedTuple):
     loss_fn: Callable[..., Any]
     """For `train_step`: with `model_state=` where there is one, with `rng=` where the module draws random numbers."""
     params: Any
+    """A plain tree of the module's `nnx.Param`s."""
     model_state: Any
     """None for modules without buffers."""
     module: Callable[[Any], nnx.Module]

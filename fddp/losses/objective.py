@@ -18,6 +18,7 @@ class Weighted(NamedTuple):
     """
 
     value: Float[Array, ""]
+    """The mean."""
     weight: Any
     """A number of 0 or more, a constant for the gradient."""
 

@@ -21,6 +21,7 @@ class Shared(NamedTuple):
     """
 
     key: Any
+    """As from `jax.random.key`."""
 
 
 def folded(rng: Any, step: Int[Array, ""], micro_batch: Int[Array, ""], replica: Int[Array, ""]) -> Any:

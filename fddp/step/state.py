@@ -19,6 +19,7 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """Synchronized steps so far."""
     params: Any
+    """The tree given to `init`; under `shard="state"` its leaves lie in shards, and `fddp.whole` puts them together."""
     opt_state: Any
     """The optimizer's state for the differentiable leaves of `params`."""
     model_state: Any
@@ -36,7 +37,9 @@ class StepInfo(NamedTuple):
     `fddp.local_steps` lets replicas train alone."""
 
     loss: Float[Array, ""]
+    """The mean over all rows, before the update."""
     aux: Any = None
+    """The loss's metrics, averaged as the loss is; None without."""
     used: Any = None
     """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
     synchronization; 0 for leaves that are not trained."""

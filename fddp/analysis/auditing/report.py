@@ -30,6 +30,7 @@ class Audit:
     where: str
     """The target, or the platform of the devices that the step runs on."""
     plan: BucketPlan
+    """The buckets that the program should send."""
     collectives: tuple[Collective, ...]
     """The program's collectives, in the order in which they start."""
     messages: tuple[str, ...]

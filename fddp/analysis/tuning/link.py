@@ -19,6 +19,7 @@ class Link(NamedTuple):
     """
 
     latency_s: float
+    """Seconds that the smallest all-reduce takes."""
     bytes_per_s: float
     """Bytes of the array over seconds, whatever the algorithm puts on the wire for them."""
 

@@ -54,12 +54,17 @@ class Tuning:
     """What was measured, what follows from it for every cap, and how well the prediction for the best one held."""
 
     replicas: int
+    """How many took part."""
     link: Link
+    """What an all-reduce among them costs."""
     pace: Pace
+    """How fast computation and communication go while both are under way."""
     idle_s: float
     """Python, and placing rows."""
     candidates: tuple[Candidate, ...]
+    """The caps, and what a step with each is predicted to take."""
     best: Candidate
+    """The one with the shortest step."""
     measured_s: float
     """The step with the best cap, really run."""
 
