@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from processes import free_port
 
 from fddp import jax_internals as internals
@@ -43,6 +43,26 @@ def equation(name: str, f: Callable[..., Any], *args: Any) -> JaxprEqn:
 def shapes(values: Sequence[Any]) -> list[tuple[int, ...]]:
     """Of variables and literals."""
     return [value.aval.shape for value in values]
+
+
+### Arrays
+
+
+@pytest.mark.parametrize("make", [lambda: np.arange(16.0), lambda: jax.random.key(0)], ids=["numbers", "a key"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_the_parts_of_an_array_are_those_of_its_devices(make, devices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), "replica")
+    x = jax.device_put(make(), NamedSharding(mesh, PartitionSpec()))
+    assert [part.devices() for part in internals.parts_here(x)] == [{device} for device in mesh.devices]
+
+
+def test_an_array_is_given_away_when_a_part_of_it_is():
+    mesh = Mesh(np.array(jax.devices()[:4]), "replica")
+    x, y = (jax.device_put(np.arange(16.0), NamedSharding(mesh, PartitionSpec())) for _ in range(2))
+    assert not internals.given_away(x)
+    seen = np.asarray(x)  # a look at the first device's
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert internals.given_away(x) and seen[1] == 1 and not internals.given_away(y)
 
 
 ### Programs

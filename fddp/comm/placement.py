@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 
-from fddp.jax_internals import ClosedJaxpr, asked_for
+from fddp.jax_internals import ClosedJaxpr, asked_for, parts_here
 
 # What is equal on all replicas.
 REPLICATED = PartitionSpec()
@@ -128,11 +128,14 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
     """Whether all of these are this process's arrays, where a sharding says, and have not been given away."""
     # A list looks for the same object before it compares: each step asks this of each leaf of its state.
-    return (
+    held = (
         all(issubclass(kind, jax.Array) for kind in set(map(type, arrays)))
         and [x.sharding for x in arrays].count(sharding) == len(arrays)
         and True not in [x.is_deleted() for x in arrays]
     )
+    if not held or len(sharding.addressable_devices) == 1:
+        return held
+    return True not in [part.is_deleted() for x in arrays for part in parts_here(x)]
 
 
 def placed_alike(tree: Any, sharding: Sharding) -> Any:

@@ -5,6 +5,8 @@ its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everythi
 Every other room imports this room, which imports none.
 """
 
+from fddp.jax_internals.arrays import given_away as given_away
+from fddp.jax_internals.arrays import parts_here as parts_here
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import transformed as transformed

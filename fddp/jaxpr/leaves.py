@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fddp.jax_internals import given_away
+
 
 def differentiable(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Which leaves can have a gradient: those of float or complex dtype."""
@@ -26,7 +28,8 @@ def merge(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence[Any])
 
 
 def refuse_deleted(state: Any) -> None:
-    """Says that a state's memory was used for something else; where a process has several devices JAX would crash.
+    """Says that a state's memory was used for something else; where a process has several devices JAX would crash
+    or wait for ever.
 
     Args:
       state: what a step was given.
@@ -34,7 +37,7 @@ def refuse_deleted(state: Any) -> None:
     Raises:
       ValueError: an array of it was donated.
     """
-    if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
+    if any(given_away(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
         raise ValueError(
             "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
             "state that the step returned, or make the step with donate=False to use a state several times."

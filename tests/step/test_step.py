@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import fddp
+from fddp.jaxpr import refuse_deleted
 
 pytestmark = pytest.mark.steps
 
@@ -170,6 +171,19 @@ def test_without_donation_a_state_can_be_used_again(make):
     twice, _ = step.no_sync(once, X)
     assert not any(x.is_deleted() for x in jax.tree.leaves((state, once, twice)))
     same_bits(step.no_sync(once, X), (twice, step.no_sync(once, X)[1]))
+
+
+def test_a_used_up_state_that_numpy_still_looks_at_is_no_other(group):
+    """What NumPy looks at stays, on the first device alone."""
+    step = fddp.train_step(square, optax.adam(0.1), group=group(4))
+    state, _ = step(step.init(np.ones(16, np.float32)), X[:, None])
+    seen = jax.tree.map(np.asarray, state)
+    later, _ = step(state, X[:, None])
+    for call in (refuse_deleted, lambda state: step(state, X[:, None])):
+        with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
+            call(state)
+    step(later, X[:, None])
+    assert int(seen.step) == 1
 
 
 @pytest.mark.parametrize("n", [1, 4])
