@@ -80,10 +80,11 @@ def drop_replica_dim(tree: Any) -> Any:
 
 
 def of_one_replica(tree: Any, replicas: int) -> Any:
-    """The forms of what each of so many replicas has of arrays that hold them along dim 0."""
+    """The forms of what each of so many replicas has of arrays that hold them along dim 0; NumPy's as in JAX."""
 
     def form(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((x.shape[0] // replicas, *x.shape[1:]) if x.shape else (), x.dtype)
+        shape = (x.shape[0] // replicas, *x.shape[1:]) if x.shape else ()
+        return jax.ShapeDtypeStruct(shape, jax.typeof(x).dtype)
 
     return jax.tree.map(form, tree)
 

@@ -214,8 +214,8 @@ def _used(k: int, count: int) -> int:
 
 
 def forms_of(tree: Any) -> Any:
-    """The forms of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """The forms of arrays; NumPy's as in JAX."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)
 
 
 def names_of(title: str, tree: Any) -> list[str]:

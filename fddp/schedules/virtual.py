@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.comm import Placement, merges, trace
+from fddp.comm import Placement, merges, of_one_replica, trace
 from fddp.hooks import Reduction
 from fddp.jaxpr import arrivals, ready_order
 from fddp.schedules.lists import forms_of, names_of, stages_of
@@ -78,8 +78,7 @@ def in_virtual_replicas(
     del pending, shards
     state, rows = forms_of(state), forms_of(rows)
     number = jax.ShapeDtypeStruct((), np.int32)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // step.each, *x.shape[1:]), x.dtype), rows)
-    of_state, of_rows = names_of("state", state), names_of("rows", rows)
+    one, of_state, of_rows = of_one_replica(rows, step.each), names_of("state", state), names_of("rows", rows)
 
     contribute, (made, kept) = trace(placement, step.contribute, state, one, number)
     parts, held = names_of("made", made), names_of("kept", kept)

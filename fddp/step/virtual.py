@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Messages, add_tail, pack, scalar_dtype, take_tail, unpack
-from fddp.comm import Group, block_of, trace
+from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.schedules import (
     Runner,
     Schedule,
@@ -91,9 +91,7 @@ def virtual_step(
         grads, inside = dict(zip(leaves, made[0])), range(plan.treedef.num_leaves)
         return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
 
-    here, canonical = virtual // group.processes, jax.dtypes.canonicalize_dtype
-    share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // here, *x.shape[1:]), canonical(x.dtype)), rows)
-    given = forms_of(state), share, jax.ShapeDtypeStruct((), np.int32)
+    given = forms_of(state), of_one_replica(rows, virtual // group.processes), jax.ShapeDtypeStruct((), np.int32)
     _, (made, _) = trace(group.placement, made_of, *given)
     sent = jax.eval_shape(lambda made: messages(_widened(made)), made)
 

@@ -50,6 +50,17 @@ def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(gro
     assert listed(group(2), "fused").tasks[1].reads == ("message 0",)
 
 
+@pytest.mark.parametrize("options", [{}, {"virtual_replicas": 4}], ids=str)
+def test_a_list_for_numpy_s_rows_of_64_bits_is_that_of_the_rows_as_jax_takes_them(group, options):
+    """And the forms of none are made that JAX would have to shorten, of which it warns."""
+    step = fddp.train_step(net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options)
+    state = step.init(PARAMS)
+    wide = step.tasks(
+        jax.tree.map(lambda x: np.asarray(x, np.result_type(x.dtype, np.int64)), state), ROWS.astype(float)
+    )
+    assert str(wide) == str(step.tasks(state, ROWS))
+
+
 def test_a_cut_list_sends_each_message_behind_the_stage_that_makes_it(group):
     tasks = listed(group(2), "staged").tasks
     stages, updates = [[f"{kind} {k}" for k in range(5)] for kind in ("stage", "update")]
