@@ -116,15 +116,15 @@ def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
 def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_else(x64):
     in_ticks = [x for x in collectives() if x.inside]
     assert {x.kind for x in in_ticks} == {"collective-permute"}
-    forward, backward = "{{0,1},{2,3}}", "{{1,0},{3,2}}"
-    assert sorted(x.groups for x in in_ticks) == [forward, backward]
+    forward, backward = ((0, 1), (2, 3)), ((1, 0), (3, 2))
+    assert sorted(x.devices for x in in_ticks) == [forward, backward]
     rows = ROWS // 2 // 3
     assert {array.dims for x in in_ticks for array in x.arrays} == {(1, rows, MODEL.context, MODEL.width)}
 
 
 def test_gradients_are_summed_over_the_devices_that_hold_the_same_stage(x64):
     _, state, _ = trained(2, 2, 3)
-    among_replicas = [x for x in collectives() if x.groups == "{{0,2},{1,3}}"]
+    among_replicas = [x for x in collectives() if x.devices == ((0, 2), (1, 3))]
     loss_accuracy_and_weight = 3
     held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
     assert [array.dims for x in among_replicas for array in x.arrays] == [(held + loss_accuracy_and_weight,)]

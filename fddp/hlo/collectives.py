@@ -7,6 +7,7 @@ is one instruction, or that XLA has marked as synchronous, holds the program up.
 from dataclasses import dataclass
 
 from fddp.hlo.flops import work
+from fddp.hlo.groups import Devices, device_groups
 from fddp.hlo.module import Array, Instruction, Module, Schedule
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -43,6 +44,11 @@ class Collective:
     def inside(self) -> bool:
         """Whether it stands in a loop or in a branch, whose places are not the program's own."""
         return self.loops + self.branches > 0
+
+    @property
+    def devices(self) -> Devices:
+        """The same as numbers: places in the order of the mesh; empty: all take part with each other."""
+        return device_groups(self.groups)
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ import pytest
 
 from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import Work, traffic, work
+from fddp.hlo.groups import device_groups
 from fddp.hlo.module import Array, parse
 
 HEAD = "HloModule f, is_scheduled=true\n"
@@ -201,3 +202,31 @@ def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
         (True, 0),
         (False, 1),
     ]
+
+
+### Who takes part with whom
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("{{0,1},{1,2},{2,0}}", [[0, 1], [1, 2], [2, 0]]),  # a permutation's pairs
+        ("{}", []),
+        ("", []),
+        ("[2,3]<=[6]", [[0, 1, 2], [3, 4, 5]]),
+        ("[3,2]<=[2,3]T(1,0)", [[0, 3], [1, 4], [2, 5]]),
+        ("[4,2]<=[2,2,2]T(0,2,1)", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("mesh['replica'=2,'stage'=3] {'replica'}", [[0, 3], [1, 4], [2, 5]]),
+        ("mesh['replica'=2,'stage'=3] {'stage'}", [[0, 1, 2], [3, 4, 5]]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [[0, 4, 1, 5], [2, 6, 3, 7]]),
+    ],
+)
+def test_devices_that_take_part_with_each_other_are_read_however_xla_writes_them(text, groups):
+    assert device_groups(text) == tuple(map(tuple, groups))
+
+
+@pytest.mark.parametrize("text", ["mesh['a'=4] {'a':(1)2}", "[2,2]<=x", "{{0,1}"])
+def test_what_cannot_be_read_is_not_guessed(text):
+    with pytest.raises(ValueError, match="cannot read"):
+        device_groups(text)

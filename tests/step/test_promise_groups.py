@@ -22,12 +22,13 @@ from workers import trainings
 from workers.train_all import Run, train
 
 import fddp
+from fddp.hlo.groups import Devices, device_groups
 from models import gpt, tensor_parallel
 
 pytestmark = pytest.mark.steps
 
 ROOT = Path(__file__).parents[2]
-ON_REPLICAS, ON_PARTS = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
+ON_REPLICAS, ON_PARTS = ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 @cache
@@ -81,24 +82,10 @@ def test_each_device_holds_its_part_of_parameters_and_moments():
     assert held < 0.51 * whole
 
 
-def all_reduces(text: str) -> list[tuple[int, list[list[int]]]]:
+def all_reduces(text: str) -> list[tuple[int, Devices]]:
     """Elements and groups of devices of every all-reduce in a compiled program."""
     found = re.findall(r"= \w+\[([\d,]*)\]\S* all-reduce\(.*?replica_groups=(.+?), use_global", text)
-    return [(int(np.prod([int(n) for n in shape.split(",") if n])), devices(groups)) for shape, groups in found]
-
-
-def devices(groups: str) -> list[list[int]]:
-    """The devices of each group: XLA names them one by one, as rows of a table, or by the axes of a mesh."""
-    if groups.startswith("{"):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"[\d,]+(?=\})", groups)]
-    shape, axes = groups.removeprefix("mesh"), []
-    if groups.startswith("mesh"):  # mesh['replica'=4,'part'=2] {'replica'}
-        shape, _, along = groups.partition(" ")
-        names = re.findall(r"'(\w+)'", shape)
-        axes = [names.index(name) for name in re.findall(r"'(\w+)'", along)]
-    sizes = [int(n) for n in re.findall(r"\b\d+\b", shape.partition("<=")[0])]  # or [4,2]<=[8]
-    table = np.moveaxis(np.arange(np.prod(sizes)).reshape(sizes), axes, range(-len(axes), 0))
-    return table.reshape(-1, int(np.prod([sizes[axis] for axis in axes or [-1]]))).tolist()
+    return [(int(np.prod([int(n) for n in shape.split(",") if n])), device_groups(groups)) for shape, groups in found]
 
 
 def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
