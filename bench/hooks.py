@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -64,6 +65,10 @@ def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:
     images, test_images = (((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images))
     rows = lambda chosen: {"image": images[chosen], "label": labels[chosen].astype(np.int32)}  # noqa: E731
 
+    def accuracy(params: Any, batch: Any, model_state: Any) -> Any:
+        logits = resnet.predict(model, params, model_state, batch["image"])
+        return jnp.mean(jnp.argmax(logits, -1) == batch["label"])
+
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     step = fddp.train_step(resnet.loss_fn(model), optimizer, has_aux=True, hook=hook)
@@ -72,9 +77,8 @@ def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:
     for chosen in islice(fddp.samples(len(images), BATCH, seed=seed, drop_last=True), steps):
         state, info = step(state, rows(chosen))
         sent = info.sent
-    params, buffers = jax.tree.map(np.asarray, (state.params, state.model_state))
-    logits = resnet.predict(model, params, buffers, test_images)
-    return 100 * float(np.mean(np.argmax(logits, -1) == test_labels)), int(np.sum(sent))
+    tests = {"image": test_images, "label": test_labels.astype(np.int32)}
+    return 100 * fddp.evaluate(accuracy, state, [tests]), int(np.sum(sent))
 
 
 if __name__ == "__main__":
