@@ -12,7 +12,6 @@ import pytest
 from workers.trainings import Result, relative_error
 
 import fddp
-from fddp.hlo import Collective, find_collectives, parse
 from models import gpt, pipeline
 from models.tensor_parallel import size_mib, two_axes
 
@@ -95,10 +94,10 @@ def test_replicas_in_stages_end_where_one_device_does(x64, replicas, stages, mic
 
 
 @cache
-def collectives() -> tuple[Collective, ...]:
-    """Those of two replicas in two stages."""
+def audited() -> fddp.Audit:
+    """The program of two replicas in two stages."""
     step, state, _ = trained(2, 2, 3)
-    return find_collectives(parse(step.lower(state, BATCHES[0]).compile().as_text()))
+    return fddp.audit(step, state, BATCHES[0])
 
 
 def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
@@ -114,7 +113,7 @@ def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
 
 
 def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_else(x64):
-    in_ticks = [x for x in collectives() if x.inside]
+    in_ticks = [x for x in audited().collectives if x.inside]
     assert {x.kind for x in in_ticks} == {"collective-permute"}
     forward, backward = ((0, 1), (2, 3)), ((1, 0), (3, 2))
     assert sorted(x.devices for x in in_ticks) == [forward, backward]
@@ -124,10 +123,19 @@ def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_el
 
 def test_gradients_are_summed_over_the_devices_that_hold_the_same_stage(x64):
     _, state, _ = trained(2, 2, 3)
-    among_replicas = [x for x in collectives() if x.devices == ((0, 2), (1, 3))]
+    among_replicas = [x for x in audited().collectives if x.devices == ((0, 2), (1, 3))]
     loss_accuracy_and_weight = 3
     held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
     assert [array.dims for x in among_replicas for array in x.arrays] == [(held + loss_accuracy_and_weight,)]
+
+
+def test_what_the_stages_of_a_replica_send_each_other_is_no_problem_of_the_step_s(x64):
+    audit = audited()
+    own = [x for x, within in zip(audit.collectives, audit.within) if within]
+    assert {x.kind for x in own if x.inside} == {"collective-permute"} and len(own) == len(audit.collectives) - 1
+    assert "within a replica" in str(audit)
+    (problem,) = audit.problems()
+    assert problem.startswith("synchronous: bucket 0.")
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 1), (4, 8), (3, 2)])

@@ -276,8 +276,15 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 def test_merged_and_swapped_buckets_are_named(text, words):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * 2, bucket_cap_mb=0)
     module = parse(text)
+    found = find_collectives(module)
     audit = read(
-        module, find_collectives(module), communications([reductions(plan, None, None)])[0], plan, "h100:8", None
+        module,
+        found,
+        (False,) * len(found),
+        communications([reductions(plan, None, None)])[0],
+        plan,
+        "h100:8",
+        None,
     )
     assert any(words in problem for problem in audit.problems())
 

@@ -1,8 +1,11 @@
-"""Which message of a step each collective of its compiled program carries."""
+"""Which message of a step each collective of its compiled program carries, and which are no business of the step's."""
 
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
+from fddp.comm import Placement
 from fddp.hlo import Collective
 from fddp.schedules import Communicate, scope
 
@@ -28,6 +31,25 @@ def carried(collectives: Sequence[Collective], sends: Sequence[Communicate]) -> 
         return scopes[found[1]] if found else None
 
     return tuple(map(name, collectives))
+
+
+def within_replicas(collectives: Sequence[Collective], placement: Placement) -> tuple[bool, ...]:
+    """Finds the collectives among the devices of one replica: the loss's own, along other axes of the mesh.
+
+    Args:
+      collectives: those of the program.
+      placement: of the replicas.
+
+    Returns:
+      Whether each is one.
+    """
+    if not placement.other_axes:
+        return (False,) * len(collectives)
+    view = placement.view
+    replica = np.indices(view.axis_sizes)[view.axis_names.index(placement.axis_name)].reshape(-1)
+    everyone = (tuple(range(replica.size)),)
+    groups = [one.devices or everyone for one in collectives]
+    return tuple(all(len({*replica[[*group]]}) == 1 for group in some) for some in groups)
 
 
 def merged(collective: Collective) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.analysis.auditing.carried import carried, merged
+from fddp.analysis.auditing.carried import carried, merged, within_replicas
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.analysis.plots import draw, figure, label
@@ -37,6 +37,8 @@ class Audit:
     """What the step's list of tasks sends, by name, in order: "bucket 0", "tail"."""
     carries: tuple[str | None, ...]
     """The message that each collective carries; None: a collective that is none, the loss's own, or several merged."""
+    within: tuple[bool, ...]
+    """Whether each collective joins devices of one replica alone: no traffic of replicas, no problem of a step."""
     heavy: int
     """Matrix products and convolutions in the program, and"""
     flops: int
@@ -87,8 +89,10 @@ class Audit:
           k: its number.
 
         Returns:
-          "bucket 2", "tail", "merged" or "other".
+          "bucket 2", "tail", "within a replica", "merged" or "other".
         """
+        if self.within[k]:
+            return "within a replica"
         return self.carries[k] or ("merged" if merged(self.collectives[k]) else "other")
 
     def __str__(self) -> str:
@@ -160,12 +164,14 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
     module = parse(step.lower(state, batch).compile().as_text() or "")
     collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
-    return read(module, collectives, step.tasks(state, batch).messages, step.plan, where, there)
+    within = within_replicas(collectives, step.group.placement)
+    return read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
 
 
 def read(
     module: Module,
     collectives: tuple[Collective, ...],
+    within: tuple[bool, ...],
     sends: Sequence[Communicate],
     plan: BucketPlan,
     where: str,
@@ -176,6 +182,7 @@ def read(
     Args:
       module: the program.
       collectives: its collectives.
+      within: which of them are among devices of one replica.
       sends: the tasks that it should hold.
       plan: the buckets.
       where: what it is compiled for, in words.
@@ -192,6 +199,7 @@ def read(
         collectives=collectives,
         messages=tuple(task.name for task in sends),
         carries=carried(collectives, sends),
+        within=within,
         heavy=sum(len(found) for _, found in works),
         flops=sum(one.flops for _, found in works for one in found),
         looped=sum(one.flops for line, found in works if line.opcode == "while" for one in found),
@@ -207,11 +215,12 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _problems(audit: Audit) -> Iterator[str]:
-    collectives = audit.collectives
-    if not collectives:
+    collectives, among = audit.collectives, [k for k, within in enumerate(audit.within) if not within]
+    if not among:
         yield "nothing is sent: this step has one replica, or its replicas train alone, so there is no traffic to hide."
         return
-    for k, collective in enumerate(collectives):
+    for k in among:
+        collective = collectives[k]
         if merged(collective):
             yield (
                 f"merged: XLA made one {collective.kind} of {len(collective.arrays)}, "
@@ -225,7 +234,7 @@ def _problems(audit: Audit) -> Iterator[str]:
             )
     found = [message for message in audit.carries if message is not None]
     missing = [message for message in audit.messages if message not in found]
-    if missing and not any(map(merged, collectives)):
+    if missing and not any(merged(collectives[k]) for k in among):
         yield f"not as planned: no collective carries {_listed(missing)}."
     if found != sorted(found, key=audit.messages.index):
         yield f"out of order: messages start in the order {_listed(found)}; early ones wait for late ones."
