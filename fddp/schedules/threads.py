@@ -56,7 +56,7 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
         if without_jit():
             raise ValueError(
                 "under jax.disable_jit() a loss runs operation by operation, and schedule='staged' has cut it into "
-                "compiled stages: make the step with schedule='fused' or 'after' to look inside."
+                "compiled stages: make the step with schedule='after' to look inside."
             )
         rows = group.placement.place(rows, group.placement.per_replica)
         now = prepare(state, pending, shards, rows)

@@ -277,12 +277,12 @@ def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
     def loss(w, x):
         return jnp.mean((x - w) ** 2)
 
-    for schedule in ("fused", "after", "staged"):
-        step = fddp.train_step(loss, optax.sgd(0.5), group=group(1), schedule=schedule)
+    for schedule, virtual in (("fused", None), ("after", None), ("staged", None), ("after", 2)):
+        step = fddp.train_step(loss, optax.sgd(0.5), group=group(1), schedule=schedule, virtual_replicas=virtual)
         state, _ = step(step.init(np.float32(0)), np.full(2, 2.0, np.float32))
         with jax.disable_jit():
             if schedule == "staged":
-                with pytest.raises(ValueError, match=r"under jax.disable_jit\(\).*schedule='fused' or 'after'"):
+                with pytest.raises(ValueError, match=r"under jax.disable_jit\(\).*schedule='after' to look inside"):
                     step(state, np.full(2, 4.0, np.float32))
             else:
                 state, _ = step(state, np.full(2, 4.0, np.float32))
