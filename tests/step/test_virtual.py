@@ -1,6 +1,7 @@
 """Virtual replicas: training gives the same bits on any number of real ones."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,7 @@ from fddp.comm.tree import tree_sum
 pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
+Steps = Callable[[int], fddp.TrainStep]
 DRAW = np.random.default_rng(23)
 ROWS = DRAW.normal(size=(64, 5)).astype(np.float32)
 LABELS = DRAW.integers(3, size=64)
@@ -72,9 +74,8 @@ def bits(tree: Any) -> bytes:
     return b"".join(np.asarray(x).tobytes() for x in leaves)
 
 
-def trained(group: fddp.Group, steps: int = 5, **options: Any) -> list[bytes]:
-    step = make(group, **options)
-    state, told = train(step, first(step), range(steps))
+def trained(step: fddp.TrainStep) -> list[bytes]:
+    state, told = train(step, first(step), range(5))
     return [*told, bits(state)]
 
 
@@ -82,15 +83,21 @@ def trained(group: fddp.Group, steps: int = 5, **options: Any) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[bytes]:
+def step_of() -> Steps:
+    """`step_of(n)`: the step on n replicas, compiled once for all tests."""
+    return cache(lambda n: make(fddp.mesh_group(jax.make_mesh((n,), ("replica",), devices=jax.devices()[:n]))))
+
+
+@pytest.fixture(scope="module")
+def alone(step_of: Steps) -> list[bytes]:
     """What one replica makes of all rows."""
-    return trained(fddp.mesh_group(jax.make_mesh((1,), ("replica",), devices=jax.devices()[:1])))
+    return trained(step_of(1))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
-def test_the_bits_do_not_depend_on_the_number_of_replicas(group: Groups, alone: list[bytes], replicas: int):
+def test_the_bits_do_not_depend_on_the_number_of_replicas(step_of: Steps, alone: list[bytes], replicas: int):
     """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout and weights."""
-    assert trained(group(replicas)) == alone
+    assert trained(step_of(replicas)) == alone
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_the_bits_do_not_depend_on_the_number_of_replicas(group: Groups, alone: 
     ids=str,
 )
 def test_nor_on_how_it_is_sent(group: Groups, alone: list[bytes], options: Any):
-    told = trained(group(2), **options)
+    told = trained(make(group(2), **options))
     # How many replicas used a leaf is told besides.
     assert told[-1] == alone[-1] if "find_unused_parameters" in options else told == alone
 
@@ -128,11 +135,12 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
 
 
 def test_without_virtual_replicas_they_do(group: Groups):
-    assert trained(group(2), virtual_replicas=None)[-1] != trained(group(4), virtual_replicas=None)[-1]
+    two, four = (trained(make(group(n), virtual_replicas=None)) for n in (2, 4))
+    assert two[-1] != four[-1]
 
 
-def test_the_number_of_replicas_may_change_under_way(group: Groups, alone: list[bytes]):
-    steps = [make(group(n)) for n in (3, 1, 2)]
+def test_the_number_of_replicas_may_change_under_way(group: Groups, step_of: Steps, alone: list[bytes]):
+    steps = [step_of(3), step_of(1), make(group(2))]  # the last one is settled by a state that has been trained
     state, told = train(steps[0], first(steps[0]), range(2))
     for step, numbers in zip(steps[1:], (range(2, 4), range(4, 5))):
         state, more = train(step, jax.device_get(state), numbers)
@@ -190,9 +198,9 @@ def test_blocks_of_equal_size_are_subtrees():
             assert whole == tree_sum([tree_sum(list(x), pair) for x in blocks], pair)
 
 
-def test_another_order_is_another_sum(group: Groups, alone: list[bytes]):
+def test_another_order_is_another_sum(step_of: Steps, alone: list[bytes]):
     """The claims above are not blind: slices in another order give other bits."""
-    step = make(group(1))
+    step = step_of(1)
     state = first(step)
     for rows in islice(fddp.samples(64, 24, virtual_replicas=VIRTUAL), 5):
         rows = np.roll(rows.reshape(VIRTUAL, -1), 1, axis=0).reshape(-1)
