@@ -36,7 +36,7 @@ MODELS = {
     "bert": (bert, bert.PRESETS["base"], 8, {}),
     "resnet": (resnet, resnet.PRESETS["50"], 16, {}),
 }
-TRANSFORMERS = ["gpt", "three layers of bert", pytest.param("bert", marks=slow)]
+TRANSFORMERS = ["gpt", *(pytest.param(name, marks=slow) for name in ("three layers of bert", "bert"))]
 on_both_targets = pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
 
 
