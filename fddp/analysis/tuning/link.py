@@ -5,9 +5,18 @@ Operations in MPICH" (2005).
 """
 
 from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
 from typing import NamedTuple
 
+import jax
 import numpy as np
+
+from fddp.buckets import MiB
+from fddp.comm import Group
+
+LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB
+LINK_ROUNDS, LINK_ROW_BYTES = 3, 4 * MiB
 
 
 class Link(NamedTuple):
@@ -36,6 +45,36 @@ class Link(NamedTuple):
 
     def __str__(self) -> str:
         return f"{1e3 * self.latency_s:.3f} ms + bytes ÷ {self.bytes_per_s / 1e6:.1f} MB/s"
+
+
+def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS) -> Link:
+    """Measures all-reduces as the staged schedule sends them, while nothing else runs.
+
+    They leave in rows, one right after the other: buffers on the way (of sockets, of a switch that shapes traffic) take
+    a single message of some 100 KiB at no cost, and a step's traffic not.
+
+    Args:
+      group: replicas, one per process.
+      nbytes: sizes of the arrays, at least two.
+      rounds: how many rows of each are sent; the median counts.
+
+    Returns:
+      The link, the same on every rank.
+    """
+
+    def seconds(size: int) -> float:
+        wire = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
+        row, times = max(2, LINK_ROW_BYTES // size), []
+        for _ in range(rounds + 1):
+            group.barrier()
+            start = perf_counter()
+            for _ in range(row):
+                jax.block_until_ready(group.transport.all_reduce(wire))
+            times.append((perf_counter() - start) / row)
+        return median(times[1:])  # the first one compiles
+
+    # Who comes last to an all-reduce does not wait in it: the least of all ranks is what it takes.
+    return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
 
 
 def fit_link(nbytes: Sequence[float], seconds: Sequence[float]) -> Link:

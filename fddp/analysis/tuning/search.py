@@ -9,8 +9,7 @@ Source: Li et al. (VLDB 2020), Fig. 7 and 8.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, median_high
-from time import perf_counter
+from statistics import median_high
 from typing import Any
 
 import jax
@@ -18,18 +17,17 @@ import numpy as np
 import optax
 
 from fddp.analysis.measurement import MeasuredStep, Measurement
-from fddp.analysis.tuning.link import Link, fit_link
+from fddp.analysis.tuning.link import Link, measure_link
 from fddp.analysis.tuning.regrouping import Typical, different, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
-from fddp.buckets import BucketPlan, MiB, place_scalars, plan_in_rows
+from fddp.buckets import BucketPlan, place_scalars, plan_in_rows
 from fddp.comm import Group
 from fddp.runtime import group_of
 from fddp.schedules import Pace, observed_pace, outline, simulate
 from fddp.step import TrainStep, train_step
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
-LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB
-LINK_ROUNDS, LINK_ROW_BYTES, TURNS = 3, 4 * MiB, 3
+TURNS = 3
 
 Run = Callable[[], Measurement]
 
@@ -252,36 +250,6 @@ def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tunin
     params, model_state = module.init(model, jax.random.key(0), batch)
     loss, sgd = module.loss_fn(model), optax.sgd(1e-3)
     return tune(loss, sgd, params, batch, group=group, has_aux=True, model_state=model_state, **options)
-
-
-def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS) -> Link:
-    """Measures all-reduces as the staged schedule sends them, while nothing else runs.
-
-    They leave in rows, one right after the other: buffers on the way (of sockets, of a switch that shapes traffic) take
-    a single message of some 100 KiB at no cost, and a step's traffic not.
-
-    Args:
-      group: replicas, one per process.
-      nbytes: sizes of the arrays, at least two.
-      rounds: how many rows of each are sent; the median counts.
-
-    Returns:
-      The link, the same on every rank.
-    """
-
-    def seconds(size: int) -> float:
-        wire = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
-        row, times = max(2, LINK_ROW_BYTES // size), []
-        for _ in range(rounds + 1):
-            group.barrier()
-            start = perf_counter()
-            for _ in range(row):
-                jax.block_until_ready(group.transport.all_reduce(wire))
-            times.append((perf_counter() - start) / row)
-        return median(times[1:])  # the first one compiles
-
-    # Who comes last to an all-reduce does not wait in it: the least of all ranks is what it takes.
-    return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
 
 
 def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: float) -> Pace:
