@@ -140,10 +140,11 @@ def test_a_group_is_one_bucket_for_each_dtype_and_nothing_else_is_in_it(problem)
 @given(grouped())
 def test_leaves_of_no_group_are_bucketed_as_if_there_were_no_others(problem):
     tree, order, caps, keys = problem
-    caps |= {"last_bucket_mb": math.inf}  # which buckets come last depends on the others
-    plan = make_plan(tree, order=order, groups=lambda name: keys[int(name)], **caps)
-    alone = make_plan(tree, order=[i for i in order if keys[i] is None], **caps)
-    assert [leaves for leaves in leaves_of(plan) if keys[leaves[0]] is None] == leaves_of(alone)
+    # A group of its own comes last, with the others and without: the last bucket is cut unless it is a group's.
+    tree, keys, end = [*tree, *floats(1)], [*keys, "end"], len(tree)
+    make = partial(make_plan, tree, groups=lambda name: keys[int(name)], **caps)
+    alone = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
+    assert [leaves for leaves in leaves_of(make(order=[*order, end])) if keys[leaves[0]] is None] == alone
 
 
 def test_a_group_is_ready_with_its_last_member_and_no_cap_cuts_it():
