@@ -133,17 +133,28 @@ def test_mpi_on_several_devices_is_an_error(tmp_path: Path):
     assert "backend 'mpi' drives one device a process, and this one has 2" in outcome.outputs[0]
 
 
-def test_an_mpi4jax_that_does_not_load_is_told_in_full_once_and_names_the_doctor(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("mpi4jax", "why"),
+    [
+        (
+            "raise RuntimeError('MPI ABI incompatibility detected!\\n - built with')",
+            "MPI ABI incompatibility detected!",
+        ),
+        # One that was built with a newer jaxlib loads, and JAX refuses it when it starts.
+        ("import jax\ndef refuse(): raise RuntimeError('API version')\njax.local_devices = refuse", "API version"),
+    ],
+)
+def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(tmp_path: Path, mpi4jax: str, why: str):
     packages = tmp_path / "packages"
     packages.mkdir()
-    (packages / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!\\n - built with')")
+    (packages / "mpi4jax.py").write_text(mpi4jax)
     path = os.pathsep.join(map(str, (packages, TESTS.parent, TESTS)))
     outcome = launch("mpi", 2, "joins.py", folder=tmp_path, timeout_s=60, PYTHONPATH=path, FDDP_GRACE_S=PATIENT_S)
     assert outcome.ended and not outcome.succeeded
     first, second = outcome.outputs
     told = (
-        "RuntimeError: backend 'mpi': mpi4jax does not load beside the MPI of mpi4py (MPI ABI incompatibility "
-        "detected!); `python -m fddp doctor` names the command that mends it, or use backend 'gloo'.\n"
+        f"RuntimeError: backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({why}); "
+        "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'.\n"
     )
     assert first.count("Traceback") == 1 and first.endswith(told)
     assert second == f"fddp: rank 1 of 2 failed as the others did: {told}"

@@ -18,8 +18,16 @@ from pathlib import Path
 VENDORS = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "Intel MPI": ("Intel",), "MPICH": ("MPICH", "HYDRA")}
 LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 COMPILERS = ("mpicc", "mpicc.openmpi", "mpicc.mpich")
-# Loading starts no MPI. mpi4jax itself compares the MPI it was built with.
-LOAD = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0]); import mpi4jax"
+# Loading starts no MPI. mpi4jax itself compares the MPI it was built with, and JAX, where it starts, the jaxlib.
+LOAD = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.get_vendor()[0])
+import jax, mpi4jax
+jax.config.update("jax_platforms", "cpu")
+jax.local_devices()
+"""
 
 
 def loaded() -> tuple[str | None, str]:
@@ -38,6 +46,8 @@ def loaded() -> tuple[str | None, str]:
         return vendor, ""
     if built and vendor:
         return vendor, f"mpi4jax was built with {_named(built[1]) or built[1]}, mpi4py has {vendor}"
+    if "handler's API version" in run.stderr:
+        return vendor, f"mpi4jax was built with a newer jaxlib than {version('jaxlib')}"
     return vendor, (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]
 
 
@@ -52,10 +62,13 @@ def rebuild(vendor: str) -> str:
     own = [path for path in _programs(COMPILERS) if vendor_of(path, "-v", "--showme:version") == vendor]
     if not own:
         return f"mpi4jax must be built with {vendor}'s mpicc, which is not here: install it"
-    words = [f"MPI4JAX_BUILD_MPICC={own[0]}", *without_cuda()]
+    # A build by itself takes the newest jaxlib. The second variable is that of pip 25.3 and later.
     its_pip = importlib.util.find_spec("pip")
+    held = ["PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"] if its_pip else ["UV_BUILD_CONSTRAINT"]
+    words = [*(f"{name}=jaxlib.txt" for name in held), f"MPI4JAX_BUILD_MPICC={own[0]}", *without_cuda()]
     pip = f"{sys.executable} -m pip install" if its_pip else f"uv pip install --python {sys.executable}"
-    return " ".join([*words, pip, "--force-reinstall --no-deps --no-cache-dir", f"mpi4jax=={version('mpi4jax')}"])
+    again = [pip, "--force-reinstall --no-deps --no-cache-dir", f"mpi4jax=={version('mpi4jax')}"]
+    return " ".join([f"echo jaxlib=={version('jaxlib')} >jaxlib.txt;", *words, *again])
 
 
 def without_cuda() -> list[str]:

@@ -179,9 +179,10 @@ def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
         end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()), journal)
     try:
         importlib.import_module("mpi4jax")
+        jax.local_devices()  # where JAX starts it compares the jaxlib that mpi4jax was built with
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(
-            f"backend 'mpi': mpi4jax does not load beside the MPI of mpi4py ({str(error).splitlines()[0]}); "
+            f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({str(error).splitlines()[0]}); "
             "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
         ) from None
     _forget_shared_memory(comm)

@@ -1,6 +1,7 @@
 """Whose MPI is what, read off what real programs say; and the command that makes an installation one."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,18 @@ MISMATCH = """MPI ABI incompatibility detected!
   - MPI library mismatch: mpi4jax was built with 'MPICH Version:' but runtime uses 'Open MPI'.
 
 This can cause silent data corruption or crashes."""
+# mpi4jax registers what JAX refuses when it starts.
+NEWER = """
+def refuse():
+    raise RuntimeError(
+        "Unable to initialize backend 'cpu': INVALID_ARGUMENT: XLA FFI handler registration for mpi_scan_ffi on "
+        "platform Host failed because the handler's API version (0.5) is incompatible with the framework's API version "
+        "(0.4). Minimum supported API version is (0.1)."
+    )
+
+import jax
+jax.local_devices = refuse
+"""
 
 
 @pytest.fixture
@@ -49,7 +62,9 @@ def test_a_program_that_says_nothing_known_is_nobodys(here):
 def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
     program(here, "mpicc", SAY["mpicc.openmpi"])
     own = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
-    assert vendors.rebuild("MPICH").startswith(f"MPI4JAX_BUILD_MPICC={own} ")
+    first, command = vendors.rebuild("MPICH").split("; ")
+    assert first == f"echo jaxlib=={version('jaxlib')} >jaxlib.txt"
+    assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={own} " in command
     assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in vendors.rebuild("Intel MPI")
 
 
@@ -70,6 +85,7 @@ def test_an_nvcc_without_headers_needs_a_cuda_path(here):
     [
         ("", ""),
         (f"raise RuntimeError({MISMATCH!r})", "mpi4jax was built with MPICH, mpi4py has Open MPI"),
+        (NEWER, f"mpi4jax was built with a newer jaxlib than {version('jaxlib')}"),
         ("raise ImportError('libmpi.so.12: cannot open')", "ImportError: libmpi.so.12: cannot open"),
     ],
 )
