@@ -1,32 +1,42 @@
 #!/bin/bash
-# Every launcher, for real: sudo bash bench/launchers.sh FOLDER
-# Runs the README's first script and models/train.py under Slurm (two nodes on this machine), Open MPI and MPICH, and
-# prints a table: what started the ranks, what fddp found (rank of size, backend), and how the two scripts ended.
-# Debian's packages and /etc/slurm stay; the daemons that it starts end with it, and /etc/hosts is as before.
-# FOLDER keeps three environments for the next time, and what every run said, in FOLDER/logs.
+# Every launcher, for real: sudo bash bench/launchers.sh FOLDER, or sudo PYTHON=python3.12 bash bench/launchers.sh FOLDER
+# With NAME behind it only launchers in whose name that stands: … FOLDER "on two hosts"
+# Runs the README's first script and models/train.py under Slurm (two nodes on this machine), Open MPI, MPICH, by hand,
+# and on two hosts that are network namespaces. Prints a table: the launcher and its version, MPI, Python and JAX, what
+# fddp found (rank of size, backend), how the two scripts ended, and what fddp said.
+# Debian's packages stay; all else is seen by this script alone and ends with it. FOLDER keeps three environments of
+# $PYTHON for the next time, and what every run said, in FOLDER/logs.
 set -u
-FOLDER=$(realpath -m "${1:?say in which folder}"); ROOT=$(realpath "$(dirname "$0")/.."); LOGS=$FOLDER/logs
+# In mounts of its own /etc/hosts, munge's socket and the network namespaces are nobody else's.
+[ -n "${OWN_MOUNTS:-}" ] || OWN_MOUNTS=yes exec unshare --mount --propagation private bash "$0" "$@"
+FOLDER=$(realpath -m "${1:?say in which folder}"); ROOT=$(realpath "$(dirname "$0")/.."); LOGS=$FOLDER/logs; NAME=${2:-}
 mkdir -p "$LOGS" "$FOLDER"/slurm/{state,spool.n1,spool.n2}
 
 ### What it needs
 
 export DEBIAN_FRONTEND=noninteractive
-command -v srun mpiexec.openmpi mpiexec.mpich >/dev/null || { apt-get update -q && apt-get install -qy \
-    --no-install-recommends slurm-wlm munge openmpi-bin libopenmpi-dev mpich libmpich-dev libpmix2; } >"$LOGS/apt" 2>&1
+for command in srun munged mpiexec.openmpi mpiexec.mpich ip; do
+    command -v $command >/dev/null && continue
+    { apt-get update -q && apt-get install -qy --no-install-recommends slurm-wlm munge openmpi-bin libopenmpi-dev \
+        mpich libmpich-dev libpmix2 iproute2; } >"$LOGS/apt" 2>&1 || { tail -5 "$LOGS/apt"; exit 1; }
+done
 
-# As the README says it, with plain pip. An nvcc without headers needs CUDA_PATH, and elsewhere it does nothing.
-export CUDA_PATH=/usr/local/cuda
+# As docs/launching.md says it, with plain pip. An nvcc without headers needs CUDA_PATH, and elsewhere it does nothing.
+echo 'jaxlib<0.12' >"$FOLDER/jaxlib.txt"
+export PIP_CONSTRAINT=${PIP_CONSTRAINT:-$FOLDER/jaxlib.txt}
+export PIP_BUILD_CONSTRAINT=$PIP_CONSTRAINT CUDA_PATH=/usr/local/cuda; unset PYTHONPATH
 environment() { # NAME, then a command that installs into it
     local name=$1; shift
     [ -e "$FOLDER/$name/ready" ] && return
-    python3 -m venv "$FOLDER/$name"
+    "${PYTHON:-python3}" -m venv "$FOLDER/$name" || exit 1
     (cd "$ROOT" && PATH="$FOLDER/$name/bin:$PATH" bash -ec "$*") >"$LOGS/install.$name" 2>&1 \
         && touch "$FOLDER/$name/ready" || { tail -5 "$LOGS/install.$name"; exit 1; }
 }
 environment wheel "pip install mpich && pip install --no-cache-dir '.[mpi,train]'"
-environment openmpi "MPI4JAX_BUILD_MPICC=mpicc.openmpi pip install --no-cache-dir '.[train]' mpi4py mpi4jax"
+environment openmpi "MPI4JAX_BUILD_MPICC=$(command -v mpicc.openmpi) pip install --no-cache-dir '.[train]' mpi4py mpi4jax"
 # Debian's libmpi.so is Open MPI's where both are installed, and mpi4py's wheel would take that one.
-environment mpich "MPICC=mpicc.mpich MPI4JAX_BUILD_MPICC=mpicc.mpich pip install --no-cache-dir --no-binary mpi4py '.[train]' mpi4py mpi4jax"
+environment mpich "CFLAGS=-O0 MPICC=mpicc.mpich MPI4JAX_BUILD_MPICC=$(command -v mpicc.mpich) \
+    pip install --no-cache-dir --no-binary mpi4py '.[train]' mpi4py mpi4jax"
 for name in wheel openmpi mpich; do # the code as it is now: a copy, not this checkout
     (cd "$ROOT" && "$FOLDER/$name/bin/python" -m pip install -q --no-deps --force-reinstall .) || exit 1
 done
@@ -34,19 +44,19 @@ done
 ### Slurm: two nodes on this machine
 
 STARTED=()
-finish() {
-    for process in "${STARTED[@]}"; do kill "$process" 2>/dev/null; done
-    sed -i '/ # bench\/launchers.sh$/d' /etc/hosts
-}
+finish() { for process in "${STARTED[@]}"; do kill "$process" 2>/dev/null; done; }
 trap finish EXIT
 daemon() { # a daemon that stays in the foreground, so that its id is known
     "$@" >>"$LOGS/daemons" 2>&1 &
     STARTED+=($!)
 }
-echo "127.0.0.1 n1 n2 # bench/launchers.sh" >>/etc/hosts
-mkdir -p /etc/slurm /run/munge && chown munge: /run/munge
+{ cat /etc/hosts; echo "127.0.0.1 n1 n2"; } >"$FOLDER/hosts" && mount --bind "$FOLDER/hosts" /etc/hosts || exit 1
+mkdir -p /run/munge /run/netns /etc/netns
+for folder in /run/munge /run/netns /etc/netns; do mount -t tmpfs -o mode=755 own $folder || exit 1; done
+chown munge: /run/munge
 HOST=$(hostname)
-cat >/etc/slurm/slurm.conf <<CONF
+export SLURM_CONF=$FOLDER/slurm/slurm.conf
+cat >"$SLURM_CONF" <<CONF
 ClusterName=bench
 SlurmctldHost=$HOST(127.0.0.1)
 SlurmUser=root
@@ -64,8 +74,8 @@ NodeName=n1 NodeHostname=$HOST NodeAddr=127.0.0.1 Port=17001 CPUs=2
 NodeName=n2 NodeHostname=$HOST NodeAddr=127.0.0.1 Port=17002 CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 CONF
-printf 'CgroupAutomount=no\nConstrainCores=no\n' >/etc/slurm/cgroup.conf
-pgrep -x munged >/dev/null || daemon setpriv --reuid=munge --regid=munge --clear-groups munged --foreground
+printf 'CgroupAutomount=no\nConstrainCores=no\n' >"$FOLDER/slurm/cgroup.conf"
+daemon setpriv --reuid=munge --regid=munge --clear-groups munged --foreground
 sleep 1; daemon slurmctld -D; sleep 3; daemon slurmd -D -N n1; daemon slurmd -D -N n2; sleep 5
 sinfo -h -o '%D nodes, %t' || { tail -5 "$LOGS/daemons"; exit 1; }
 
@@ -80,8 +90,28 @@ outcome() { # STATUS LOG: ok, or the status and the line that says why
     if [ "$1" = 0 ]; then echo ok; return; fi
     echo "$1: $(grep -aE '^(fddp|[A-Za-z]*Error|.*Abort)' "$2" | tail -1 | cut -c1-160)"
 }
+versions() { # ENVIRONMENT: its MPI, and its Python and JAX, as two columns
+    "$FOLDER/$1/bin/python" - <<'PY'
+import platform, jax, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+print(f"{name} {'.'.join(map(str, version))} | {platform.python_version()}, {jax.__version__}")
+PY
+}
+launcher_version() { # NAME: of the launcher of that name
+    local said
+    case $1 in
+        srun* | sbatch* | salloc*) said=$(srun --version) ;;
+        "Open MPI"*) said=$(mpirun.openmpi --version) ;;
+        "Debian MPICH"*) said=$(mpiexec.mpich --version) ;;
+        "the wheel"*) said=$("$WHEEL" --version) ;;
+    esac
+    grep -oE '[0-9]+\.[0-9]+\.[0-9]+' <<<"${said:-}" | head -1
+}
 try() { # ENVIRONMENT NAME COMMAND…: runs both scripts with COMMAND in front
     local environment=$1 name=$2 log; shift 2
+    [[ $name == *"$NAME"* ]] || return
     log=$LOGS/$(tr -c 'a-zA-Z0-9\n' _ <<<"$environment $name")
     timeout -k 10 300 "$@" "$FOLDER/$environment/bin/python" "$FOLDER/first.py" >"$log.first" 2>&1
     local first=$?
@@ -91,19 +121,36 @@ try() { # ENVIRONMENT NAME COMMAND…: runs both scripts with COMMAND in front
     found=$(sed -n 's/.*found \(.*, [a-z]*\)$/\1/p' "$log.first" | sort | paste -sd ';')
     said=$(grep -ah '^fddp: ' "$log.first" | sort | uniq -c | sed 's/^ *\([0-9]*\) /\1 × /' | paste -sd ';' | cut -c1-200)
     grep -aqE 'loss nan|'$'\x1b' "$log.train" && drawn=', with nan or a redrawn bar'
-    echo "| $name | $environment | $found | $(outcome $first "$log.first") | $(outcome $train "$log.train")$drawn | $said |"
+    echo "| $name | $(launcher_version "$name") | $(versions "$environment") | $found | $(outcome $first "$log.first") |" \
+        "$(outcome $train "$log.train")$drawn | $said |"
 }
+# A command line as a script of sbatch -N2 -n2, and what it said.
 cat >"$FOLDER/batch" <<'SCRIPT'
 #!/bin/bash
-# The command line as a script of sbatch -N2 -n2, and what it said.
 said=$(mktemp) && sbatch -W -N2 -n2 -o "$said" --wrap "$*" >/dev/null; status=$?
 cat "$said"; rm "$said"; exit $status
 SCRIPT
-chmod +x "$FOLDER/batch"; PATH=$PATH:$FOLDER
+# A command line as two ranks that are told so by hand.
+cat >"$FOLDER/by_hand" <<'SCRIPT'
+#!/bin/bash
+export FDDP_SIZE=2 FDDP_COORDINATOR=127.0.0.1:4711
+FDDP_RANK=1 "$@" &
+FDDP_RANK=0 "$@"; status=$?
+wait $! && exit $status
+SCRIPT
+# ENVIRONMENT [--gloo], then a command line: a rank on each of two namespaces, under the mpiexec beside its Python.
+cat >"$FOLDER/on_two_hosts" <<SCRIPT
+#!/bin/bash
+python=$FOLDER/\$1/bin/python; shift
+options=(); [ "\$1" = --gloo ] && { options=(--gloo); shift; }
+exec "\$python" "$ROOT/bench/two_hosts.py" "\${options[@]}" -- "\$@"
+SCRIPT
+printf '#!/bin/sh\nexec mpiexec.mpich "$@"\n' >"$FOLDER/mpich/bin/mpiexec"
+chmod +x "$FOLDER"/{batch,by_hand,on_two_hosts} "$FOLDER/mpich/bin/mpiexec"; PATH=$PATH:$FOLDER
 WHEEL=$FOLDER/wheel/bin/mpiexec
 
-echo '| launcher | environment | fddp found | first script | models/train.py | fddp said |'
-echo '|---|---|---|---|---|---|'
+echo '| launcher | version | MPI | Python, JAX | fddp found | first script | models/train.py | fddp said |'
+echo '|---|---|---|---|---|---|---|---|'
 for words in "-N2 -n2" "--mpi=pmi2 -N1 -n2" "--mpi=pmi2 -N2 -n2" "--mpi=pmix -N1 -n2"; do
     # shellcheck disable=SC2086
     try wheel "srun $words" srun $words
@@ -121,4 +168,9 @@ try wheel "the wheel's mpiexec -n 2" "$WHEEL" -n 2
 try openmpi "Open MPI's mpirun -n 2 in sbatch" batch mpirun.openmpi -n 2
 try mpich "Debian MPICH's mpiexec -n 2 in sbatch" batch mpiexec.mpich -n 2
 try wheel "the wheel's mpiexec -n 2 in sbatch" batch "$WHEEL" -n 2
-try wheel "Open MPI's mpirun -n 2: another MPI" mpirun.openmpi -n 2 # an error in fddp's words
+try wheel "python -m fddp run -n 2" "$FOLDER/wheel/bin/python" -m fddp run -n 2 --
+try wheel "FDDP_\* by hand" by_hand
+try wheel "FDDP_\* by hand, on two hosts" on_two_hosts wheel --gloo
+try wheel "the wheel's mpiexec -hosts, on two hosts" on_two_hosts wheel
+try mpich "Debian MPICH's mpiexec -hosts, on two hosts" on_two_hosts mpich
+try wheel "Open MPI's mpirun -n 2: another MPI" mpirun.openmpi -n 2 # MPI_Init ends the process
