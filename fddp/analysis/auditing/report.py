@@ -5,7 +5,7 @@ A schedule is a promise of XLA's that can be read before anything runs, and for 
 Source: Li et al. (VLDB 2020), Fig. 6, read off the program in place of a profile.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from fddp.analysis.auditing.carried import carried, merged, within_replicas
 from fddp.analysis.auditing.estimate import estimate
+from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.analysis.plots import draw, figure, label
 from fddp.buckets import BucketPlan, MiB, whole_forms
@@ -55,7 +56,7 @@ class Audit:
         Returns:
           A sentence or two for each fault; empty if there is none.
         """
-        return tuple(_problems(self))
+        return tuple(problems(self))
 
     def picture(self, path: Any) -> None:
         """Draws the estimated schedule.
@@ -119,8 +120,7 @@ class Audit:
                 f"estimated at peak rates: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms of traffic "
                 f"exposed, {line.overlap_share:.0%} of all under computation"
             )
-        problems = self.problems()
-        lines += [f"problem: {problem}" for problem in problems] or ["no problem found"]
+        lines += [f"problem: {problem}" for problem in self.problems()] or ["no problem found"]
         return "\n".join(lines)
 
 
@@ -212,91 +212,3 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     # NumPy's float64 is JAX's float32, unless that was told to go on in 64 bits; JAX 0.11 warns of what it shortens.
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype if extended else jax.dtypes.canonicalize_dtype(dtype))
-
-
-def _problems(audit: Audit) -> Iterator[str]:
-    collectives, among = audit.collectives, [k for k, within in enumerate(audit.within) if not within]
-    if not among:
-        yield "nothing is sent: this step has one replica, or its replicas train alone, so there is no traffic to hide."
-        return
-    for k in among:
-        collective = collectives[k]
-        if merged(collective):
-            yield (
-                f"merged: XLA made one {collective.kind} of {len(collective.arrays)}, "
-                f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; take what "
-                "overrides fddp's xla_gpu_all_reduce_combine_threshold_bytes=0 out of XLA_FLAGS."
-            )
-        if collective.loops:
-            yield (
-                f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in every round; "
-                "move it out of the loop. (Micro-batches of accumulation_steps send nothing.)"
-            )
-    found = [message for message in audit.carries if message is not None]
-    missing = [message for message in audit.messages if message not in found]
-    if missing and not any(merged(collectives[k]) for k in among):
-        yield f"not as planned: no collective carries {_listed(missing)}."
-    if found != sorted(found, key=audit.messages.index):
-        yield f"out of order: messages start in the order {_listed(found)}; early ones wait for late ones."
-    # What is left behind a message of rows is nothing, as a rule.
-    left = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
-    chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches} - left)
-    if chosen:
-        yield (
-            f"in a branch: {_listed(chosen)}. Whether, or how, it is sent is decided at run time (a hook that begins "
-            "later, skip_all_reduce_unused_params), XLA computes nothing beside a conditional, and the estimate leaves "
-            "what it sends out."
-        )
-    yield from _exposed(audit, [k for k in audit.sent if not collectives[k].inside])
-
-
-def _exposed(audit: Audit, sent: Sequence[int]) -> Iterator[str]:
-    """Traffic with nothing under it: of the last bucket that is in the nature of things."""
-    asynchronous = audit.where != "cpu"  # there nothing is, whatever it carries
-    gathers = [k for k in sent if str(audit.carries[k]).startswith("gather") and asynchronous]
-    bare, sent = [k for k in gathers if not audit.collectives[k].heavy], [k for k in sent if k not in gathers]
-    if bare and bare == gathers and min(sent) < min(gathers):
-        yield (
-            f"at the end: {_listed(map(audit.label, gathers))}. New parameters are gathered when everything is "
-            "computed; that is what shard='optimizer' takes for the memory that it gives."
-        )
-    elif len(bare) > max(1, len(gathers) // 2):
-        yield _bare(audit, bare)
-    # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
-    held = [k for k in sent if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"]
-    alone = [k for k in sent if k not in held and not audit.collectives[k].heavy]
-    if held and audit.where == "cpu":
-        yield (
-            f"synchronous: {_listed(map(audit.label, held))}. XLA:CPU overlaps nothing inside a program; one process a "
-            "replica with schedule='staged' does, and target='h100:8' shows what GPUs would do."
-        )
-    elif held:
-        yield (
-            f"synchronous: {_listed(map(audit.label, held))}. The program waits for each; "
-            "xla_gpu_enable_latency_hiding_scheduler must be true (fddp sets it: look for XLA_FLAGS that unset it)."
-        )
-    elif audit.looped > audit.flops / 2 and len(alone) == len(sent):
-        yield (
-            f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and a loop (lax.scan "
-            "over layers?) delivers all its gradients when it ends, so nothing is left to hide traffic under; write "
-            "the layers as a Python loop."
-        )
-    elif len(sent) == 1 and alone:
-        yield (
-            "nothing to overlap with: one bucket holds everything and leaves when the backward pass is over; give a "
-            "smaller bucket_cap_mb."
-        )
-    elif len(alone) > max(1, len(sent) // 2):
-        yield _bare(audit, alone)
-
-
-def _bare(audit: Audit, alone: Sequence[int]) -> str:
-    names = _listed(map(audit.label, alone))
-    return (
-        f"nothing to overlap with: nothing heavy is computed while {names} are on their way; give each replica more "
-        "rows, or larger buckets."
-    )
-
-
-def _listed(items: Iterable[Any]) -> str:
-    return ", ".join(map(str, items))
