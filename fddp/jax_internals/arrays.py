@@ -11,7 +11,8 @@ def parts_here(x: jax.Array) -> Sequence[Any]:
 
     The public `addressable_shards` makes a record of each part, which takes five times as long.
     """
-    return getattr(x, "_base_array", x)._arrays
+    whole: Any = getattr(x, "_base_array", x)
+    return whole._arrays
 
 
 def given_away(x: jax.Array) -> bool:

@@ -129,9 +129,7 @@ def _pick(launch: Launch) -> str:
 
 
 def _mpi_size() -> int:
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.size
+    return importlib.import_module("mpi4py.MPI").COMM_WORLD.size
 
 
 def _say(launch: Launch, line: str) -> None:
