@@ -1,13 +1,13 @@
-"""Which results of a program follow its inputs element by element, so that a part of them comes from a part of these.
+"""What an equation makes of parts of arrays: parts again, its part of a sum, or nothing, as it needs whole arrays.
 
-An optimizer's update is such a program, or is none: Adam's is, a clip by the global norm is but for one sum, Muon's is
-not. Where each rank holds a part of each array, what follows is made from the parts, a sum over an array from the
-ranks' sums, and all else needs the whole array. That is found in the equations; no optimizer is asked what it is.
+Where each rank holds a part of each array, what goes element by element is made from the parts, a sum over an array
+from the ranks' sums, and all else needs the whole array. That is found in the equations; no optimizer is asked what it
+is.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), which takes it for granted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -16,17 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.jax_internals import (
-    CALLS,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
     Var,
-    branches,
     contracted_dims,
     dims_of_reduction,
     permutes,
 )
-from fddp.jaxpr.equations import straighten
 
 ELEMENTWISE = {
     *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter", "select_n", "clamp"),
@@ -53,7 +50,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Follows:
-    """Each element comes from the same elements of the arrays of one leaf, and from what is equal everywhere."""
+    """An array of one leaf that lies in parts, flat, each rank's as large as the others'."""
 
     leaf: int
 
@@ -68,7 +65,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Whole:
-    """It needs whole arrays."""
+    """It needs whole arrays; where these are of one leaf, it is made at the home of that leaf."""
 
     leaves: frozenset[int]
     why: str
@@ -78,30 +75,12 @@ class Whole:
 Kind: TypeAlias = Same | Follows | Total | Whole
 
 
-def kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
-    """What each result of a program needs.
-
-    Args:
-      closed: any program.
-      inputs: what each of its arguments is: `Follows(leaf)`, or `Same()`.
-
-    Returns:
-      One for each result.
-    """
-    closed = straighten(closed, CALLS)
-    found = dict(zip(closed.jaxpr.invars, inputs)) | constants(closed)
-    for eqn in closed.jaxpr.eqns:
-        given = [kind_of(found, atom) for atom in eqn.invars]
-        found.update(zip(eqn.outvars, made(eqn, given)))
-    return [kind_of(found, atom) for atom in closed.jaxpr.outvars]
-
-
 def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
     """What the constants of a program are."""
     return {var: Same(_uniform(value)) for var, value in zip(closed.jaxpr.constvars, closed.consts)}
 
 
-def kind_of(found: dict[Var, Kind], atom: Any) -> Kind:
+def kind_of(found: Mapping[Var, Kind], atom: Any) -> Kind:
     """What a variable or a literal is."""
     return Same(np.size(atom.val) == 1) if isinstance(atom, Literal) else found[atom]
 
@@ -110,7 +89,7 @@ def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
     """What an equation makes.
 
     Args:
-      eqn: the equation, none of `CALLS`.
+      eqn: the equation, none of `CALLS`, and without branches that could be looked into.
       given: what each of its arguments is.
 
     Returns:
@@ -120,10 +99,18 @@ def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
     if total:
         return [total]
     given = [whole(kind) for kind in given]
-    if eqn.primitive.name == "cond" and isinstance(given[0], Same):
-        each = [kinds(branch, given[1:]) for branch in branches(eqn)]
-        return [_either([whole(kind) for kind in results]) for results in zip(*each)]
     return [_one(eqn, given, var) for var in eqn.outvars]
+
+
+def either(kinds: Sequence[Kind]) -> Kind:
+    """What comes out of one of several branches."""
+    leaves, mixed = leaves_of(kinds), next((kind for kind in kinds if isinstance(kind, Whole)), None)
+    if mixed:
+        return Whole(leaves, mixed.why)
+    uniform = all(kind.uniform for kind in kinds if isinstance(kind, Same))
+    if len(leaves) == 1 and uniform:
+        return Follows(*leaves)
+    return Whole(leaves, "a branch") if leaves else Same(uniform)
 
 
 def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
@@ -146,8 +133,14 @@ def whole(kind: Kind) -> Kind:
     return Same() if isinstance(kind, Total) else kind
 
 
+def leaves_of(given: Sequence[Kind]) -> frozenset[int]:
+    """The leaves whose arrays these are."""
+    several = (kind.leaves for kind in given if isinstance(kind, Whole))
+    return frozenset(kind.leaf for kind in given if isinstance(kind, Follows)).union(*several)
+
+
 def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
-    name, leaves = eqn.primitive.name, _leaves(given)
+    name, leaves = eqn.primitive.name, leaves_of(given)
     mixed = next((kind for kind in given if isinstance(kind, Whole)), None)
     if mixed:
         return Whole(leaves, mixed.why)
@@ -206,22 +199,6 @@ def _dtype(atom: Any) -> Any:
 
 def _zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and bool(np.all(atom.val == 0))
-
-
-def _either(kinds: Sequence[Kind]) -> Kind:
-    """What comes out of one of several branches."""
-    leaves, mixed = _leaves(kinds), next((kind for kind in kinds if isinstance(kind, Whole)), None)
-    if mixed:
-        return Whole(leaves, mixed.why)
-    uniform = all(kind.uniform for kind in kinds if isinstance(kind, Same))
-    if len(leaves) == 1 and uniform:
-        return Follows(*leaves)
-    return Whole(leaves, "a branch") if leaves else Same(uniform)
-
-
-def _leaves(given: Sequence[Kind]) -> frozenset[int]:
-    several = (kind.leaves for kind in given if isinstance(kind, Whole))
-    return frozenset(kind.leaf for kind in given if isinstance(kind, Follows)).union(*several)
 
 
 def _uniform(value: Any) -> bool:

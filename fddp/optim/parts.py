@@ -1,7 +1,8 @@
-"""What of an optimizer's update can be made from parts of the leaves, as ranks hold them that share its state (ZeRO).
+"""How an optimizer's update is made from parts of the leaves, as ranks hold them that share its state (ZeRO).
 
 It is found in the update's program: what goes element by element is made from parts of any size, a norm from one sum
-over the ranks, and what mixes the elements of a leaf, as Muon does, needs that leaf whole.
+over the ranks; a leaf whose elements are mixed, as Muon does, goes home for that, to one rank; and what mixes several
+leaves cannot be made so.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), whose optimizers are on the user's honour.
 """
@@ -13,25 +14,27 @@ import jax.numpy as jnp
 import optax
 
 from fddp.jax_internals import ClosedJaxpr
-from fddp.jaxpr import Follows, Kind, Same, Whole, kinds
+from fddp.jaxpr import Follows, Kind, Same, Whole, kinds, stays
 from fddp.optim.layout import map_state, masked
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 class Divided(NamedTuple):
-    """An optimizer's update, and what of it can be made from parts."""
+    """An optimizer's update, and how it is made from parts."""
 
     program: ClosedJaxpr
     """(gradients, state, parameters, loss) → (updates, state), of whole arrays, flattened."""
     inputs: tuple[Kind, ...]
     """What each of its arguments is; leaves are numbered as those of the parameters."""
-    whole: dict[int, str]
-    """Leaves that must be whole, and the equation that needs them so."""
+    home: dict[int, str]
+    """Leaves that go home for a part of it, and the first equation that needs them whole."""
+    refused: dict[int, str]
+    """Leaves for which it cannot be made so, and why."""
 
 
 def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SCALAR) -> Divided:
-    """Finds what of an optimizer's update can be made from parts.
+    """Finds how an optimizer's update is made from parts.
 
     Args:
       optimizer: any optax transformation.
@@ -39,15 +42,17 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
       loss: the form of the mean loss, which optimizers get that ask for it.
 
     Returns:
-      The update's program, and the leaves that it needs whole.
+      The update's program, and the leaves that it needs whole, one or several at a time.
 
     Example:
       >>> import jax, optax
       >>> params = {"b": jax.ShapeDtypeStruct((3,), "float32"), "w": jax.ShapeDtypeStruct((3, 4), "float32")}
-      >>> divided(optax.adamw(0.1), params).whole
+      >>> divided(optax.adamw(0.1), params).home
       {}
-      >>> divided(optax.contrib.muon(0.1), params).whole
+      >>> divided(optax.contrib.muon(0.1), params).home
       {1: 'scan'}
+      >>> divided(optax.flatten(optax.adam(0.1)), params).refused
+      {0: 'concatenate of several leaves', 1: 'concatenate of several leaves'}
     """
     update = optax.with_extra_args_support(optimizer).update
 
@@ -63,7 +68,9 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     # Updates are like parameters, and a state that an update makes is like the one that it is given.
     made = map(_alike, kinds(program, inputs), (*_kinds(of_params), *_kinds(of_state)))
     mixed = [kind for kind in made if isinstance(kind, Whole)]
-    return Divided(program, inputs, {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)})
+    refused = {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)}
+    home = {leaf: stay.why for leaf, stay in sorted(stays(program, inputs).items())}
+    return Divided(program, inputs, home, refused)
 
 
 def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
@@ -75,7 +82,7 @@ def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
       of_params: a tree like them: which leaf each of them follows; None: they are numbered.
 
     Returns:
-      A kind for each: what has a parameter's shape follows it, one number is all ranks'.
+      A kind for each: what belongs to a parameter lies in parts as that does, one number is all ranks'.
     """
     if of_params is None:
         of_params = jax.tree.unflatten(jax.tree.structure(params), map(Follows, range(len(jax.tree.leaves(params)))))
@@ -83,10 +90,7 @@ def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
     def of(x: Any, param: Any, follows: Follows) -> Any:
         if masked(x):
             return x
-        if jnp.shape(x) == jnp.shape(param):
-            return follows
-        why = f"a state of shape {list(jnp.shape(x))}"
-        return Same() if x.size == 1 else Whole(frozenset({follows.leaf}), why)
+        return follows if jnp.shape(x) == jnp.shape(param) or x.size != 1 else Same()
 
     def of_part(part: Any) -> Any:
         return jax.tree.map(of, part, params, of_params, is_leaf=masked)

@@ -3,13 +3,14 @@
 A message of gradients is scattered, each replica updates what it got of it, and the new parameters are gathered: the
 bytes of an all-reduce. Where only the optimizer's state is shared they are gathered at the step's end; where the
 parameters rest in parts, too, at the beginning of the next, in the order in which the forward pass uses them. What the
-update is, is not told anew: the very function that updates whole arrays is traced, and run on parts.
+update is, is not told anew: the very function that updates whole arrays is traced, and run on parts; what it needs
+whole goes home for that.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 and 3; `ZeroRedundancyOptimizer` in `torch.distributed.optim`;
 PyTorch's FullyShardedDataParallel with `SHARD_GRAD_OP`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, UInt32
+from jaxtyping import Array
 
 from fddp.buckets import (
     BucketPlan,
@@ -37,11 +38,12 @@ from fddp.buckets import (
     unpack_rows,
     whole_forms,
 )
-from fddp.comm import Communicator, add_replica_dim, drop_replica_dim
+from fddp.comm import Communicator, add_replica_dim, as_uint32, count_bytes, drop_replica_dim
 from fddp.hooks import Reduction, reductions
-from fddp.jaxpr import Follows, Kind, Same, on_parts, spread
+from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
 from fddp.optim import kinds_of_state
 from fddp.schedules import Pieces, Round
+from fddp.step.homes import at_home, dealt
 from fddp.step.replica import Replica, by_bucket
 from fddp.step.state import Mean, StepInfo, TrainState
 
@@ -83,7 +85,7 @@ def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
         (new, info), mine = drop_replica_dim(kept[0]), kept[1]
         new = new._replace(params=parts.whole(state.params, messages, order))
         of_scatters, of_gathers = jnp.split(sent, [len(parts.scatters)])
-        return (new, info._replace(sent=parts.sent(of_scatters, of_gathers, order))), mine
+        return (new, parts.sent(info, of_scatters, of_gathers, order)), mine
 
     rounds = (
         Round("backward", ("state", "pending", "rows"), backward, parts.scatters, "compute"),
@@ -106,7 +108,7 @@ def _gathered_first(parts: "Parts", order: Sequence[int]) -> Pieces:
         new, info = parts.updated(join(state, shards), messages, kept)
         equal, mine = take_apart(new)
         of_gathers, of_scatters = jnp.split(sent, [len(order)])
-        return (equal, info._replace(sent=parts.sent(of_scatters, of_gathers, order))), mine
+        return (equal, parts.sent(info, of_scatters, of_gathers, order)), mine
 
     rounds = (
         Round("pack", ("state", "shards"), packed, parts.gathers(order)),
@@ -180,18 +182,16 @@ class Parts:
 
     def updated(self, state: TrainState, messages: Messages, kept: Any) -> tuple[TrainState, StepInfo]:
         """The next state, in shards where this one is and else with this replica's parts of the parameters."""
-        comm, replicas = self.replica.group.communicator, self.replica.group.size
         mine, nothing = state._replace(params=self.own(state.params)), jnp.zeros(len(self.plan.messages), jnp.uint32)
         mean = self.replica.mean(self.of_parts, self._came, mine, messages, kept, nothing)
+        comm, run = self.replica.group.communicator, partial(_run, self.replica, self.update, state, mine, mean)
+        (new, info), sent = count_bytes(comm, run)
+        return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
 
-        def exists(leaf: int) -> Array:
-            return there(self.plan.leaves[leaf].size, replicas, comm.replica_index())
-
-        return _run(self.replica, self.update, state, mine, mean, exists, partial(_put_together, comm))
-
-    def sent(self, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> UInt32[Array, " messages"]:
-        """The bytes of each bucket, there and back; at the end what travels alone."""
-        return by_bucket(self.plan, of_scatters).at[np.array(order, int)].add(of_gathers)
+    def sent(self, info: StepInfo, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> StepInfo:
+        """With the bytes of each bucket, there and back; at the end of what travels alone, or inside of the update."""
+        of_buckets = by_bucket(self.plan, of_scatters).at[np.array(order, int)].add(of_gathers)
+        return info._replace(sent=of_buckets + info.sent)
 
     def _came(self, messages: Messages) -> tuple[list[Any], Any]:
         buckets, tail = take_tail(self.of_parts, messages)
@@ -199,13 +199,7 @@ class Parts:
 
 
 def _run(
-    replica: Replica,
-    update: Update,
-    state: TrainState,
-    mine: TrainState,
-    mean: Mean,
-    exists: Callable[[int], Array],
-    put_together: Callable[[str, Sequence[Array]], Sequence[Array]],
+    replica: Replica, update: Update, state: TrainState, mine: TrainState, mean: Mean, comm: Communicator
 ) -> tuple[TrainState, StepInfo]:
     """The update of whole arrays, run on parts; the new state has shards where the old one has."""
     forms = jax.tree.map(_form, whole_forms(state))
@@ -220,7 +214,8 @@ def _run(
     form_of_mean = jax.tree.map(_form, mean._replace(grads=None))._replace(grads=replica.trained(forms.params))
     with jax.sharding.use_abstract_mesh(replica.group.placement.view):
         program, out = jax.make_jaxpr(update, return_shape=True)(forms, form_of_mean)
-    run = on_parts(program, jax.tree.leaves(inputs, is_leaf=_is_kind), exists, put_together)
+    given = jax.tree.leaves(inputs, is_leaf=_is_kind)
+    run = on_parts(program, given, _ranks(comm, stays(program, given)))
     new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
 
     def shard(old: Any, new: Any) -> Any:
@@ -229,6 +224,16 @@ def _run(
 
     held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
     return new._replace(params=held[0], opt_state=held[1]), info
+
+
+def _ranks(comm: Communicator, stays: Mapping[int, Stay]) -> Ranks:
+    """What a replica knows of its parts, and how it talks to the others."""
+    homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
+
+    def exists(size: int) -> Array:
+        return there(size, comm.size, comm.replica_index())
+
+    return Ranks(exists, partial(_put_together, comm), partial(at_home, comm, homes))
 
 
 def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:

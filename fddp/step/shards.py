@@ -57,7 +57,7 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
       params: the parameters that it trains, or their forms.
 
     Raises:
-      ValueError: an update needs whole leaves, or a hook has a memory, or there are two sets of parameters.
+      ValueError: an update mixes leaves, or a hook has a memory, or there are two sets of parameters.
     """
     if replica.local_steps and jax.tree.leaves(replica.memory_form(params)):
         raise ValueError(
@@ -76,16 +76,16 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
     trained = replica.trained(params)
     if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
         raise ValueError(f"{asked} has nothing to share: no more than one number is trained; leave it out.")
-    whole = divided(optimizer, trained).whole
-    if whole:
+    refused = divided(optimizer, trained).refused
+    if refused:
         named = jax.tree_util.tree_leaves_with_path(trained)
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
-        told = [f"{names[leaf]} ({why})" for leaf, why in sorted(whole.items())]
+        told = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
         more = f" and {len(told) - 3} more" if len(told) > 3 else ""
         raise ValueError(
-            f"{asked} gives each replica a part of every leaf, and this optimizer's update needs whole: "
-            f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works element by element; norms "
-            "over all of a leaf or of all leaves are fine."
+            f"{asked} gives each replica a part of every leaf, and this optimizer's update does not go so: "
+            f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works on one leaf at a time; "
+            "norms over all leaves are fine."
         )
 
 

@@ -1,4 +1,4 @@
-"""Claims about what follows its inputs element by element: `fddp.jaxpr.elements` and `fddp.jaxpr.on_parts`."""
+"""Claims about programs on parts of arrays: `fddp.jaxpr.elements`, `fddp.jaxpr.passes` and `fddp.jaxpr.on_parts`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.jaxpr.elements import Follows, Same, Total, Whole, kinds
-from fddp.jaxpr.on_parts import on_parts
+from fddp.comm.communicator import axis_communicator
+from fddp.jax_internals import CALLS
+from fddp.jaxpr.elements import Follows, Same, Total, Whole
+from fddp.jaxpr.equations import straighten
+from fddp.jaxpr.on_parts import AtHome, Ranks, on_parts
+from fddp.jaxpr.passes import kinds, passes, stays
+from fddp.step.homes import at_home
 
 A, B = Follows(0), Follows(1)
 X, Y = np.linspace(-1, 2, 21).reshape(7, 3), np.linspace(2, 3, 10).reshape(2, 5)
@@ -59,14 +64,15 @@ SHARED = [clipped, trusted, counted, branched, moments, halves, called]
 def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: Callable[..., Any]):
     with jax.enable_x64(True):
         whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _ = divided(f)
+        parts, _, exchanges = divided(f)
+        assert exchanges == 0
         for want, got in zip(whole, parts):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-14)
 
 
 @pytest.mark.parametrize(("f", "times"), [(clipped, 1), (trusted, 1), (moments, 0), (halves, 1), (counted, 3)])
 def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Callable[..., Any], times: int):
-    _, calls = divided(f)
+    _, calls, _ = divided(f)
     assert calls == times
 
 
@@ -89,17 +95,78 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Cal
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a, lambda: -a), "slice"),
     ],
 )
-def test_what_mixes_elements_needs_whole_arrays_and_says_which_equation_does(f: Callable[..., Any], why: str):
-    closed = jax.make_jaxpr(f)(jnp.asarray(X, jnp.float32))
-    (kind,) = kinds(closed, [A])
-    assert isinstance(kind, Whole) and kind.leaves == {0} and why in kind.why
-    with pytest.raises(ValueError, match=f"{why}.* needs whole arrays"):
-        on_parts(closed, [A], lambda leaf: jnp.ones(6, bool), lambda op, numbers: numbers)(jnp.zeros(6))
+def test_what_mixes_the_elements_of_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
+    f: Callable[..., Any], why: str
+):
+    with jax.enable_x64(True):
+        a = jnp.asarray(X)
+        stay = stays(jax.make_jaxpr(f)(a), [A])
+        assert list(stay) == [0] and why in stay[0].why
+        (got,), _, exchanges = divided(lambda a, b: (f(a),))
+        np.testing.assert_allclose(joined(got, f(a)), f(a), rtol=1e-14)
+        assert exchanges == 1
 
 
-def test_two_leaves_in_one_equation_need_whole_arrays():
-    (kind,) = kinds(jax.make_jaxpr(lambda a, b: a * b)(1.0 * X, 1.0 * X), [A, B])
-    assert kind == Whole(frozenset({0, 1}), "mul of several leaves")
+def orthogonal(a: Any, b: Any) -> Any:
+    """As Muon: what only works on whole arrays stays where they are; what meets parts goes on in parts."""
+    x = a.T / jnp.linalg.norm(a.T)
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * x @ x.T @ x
+    return a - 0.1 * x.T, b
+
+
+def summed_between(a: Any, b: Any) -> Any:
+    """A norm of what was made at two homes, for what is made there next."""
+    a, b = a @ jnp.full((3, 3), 0.1), b[::-1]
+    norm = jnp.sqrt(sum(jnp.sum(x**2) for x in (a, b)))
+    return jnp.cumsum(a / norm, axis=0), b / norm
+
+
+def of_rows_and_columns(a: Any, b: Any) -> Any:
+    """As Adafactor: arrays of a leaf that are smaller than it."""
+    rows, columns = jnp.mean(a**2, axis=0), jnp.mean(a**2, axis=1)
+    return a / jnp.sqrt(rows / jnp.mean(rows)) / jnp.sqrt(columns)[:, None], rows + b[0, 0] * 0
+
+
+def in_a_branch(a: Any, b: Any) -> Any:
+    return jax.lax.cond(jnp.sum(a) > 0, orthogonal, lambda a, b: (a, jnp.sort(b)), a, b)
+
+
+@pytest.mark.parametrize(("f", "exchanges"), [(orthogonal, 1), (summed_between, 2), (in_a_branch, 2)])
+def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(f: Callable[..., Any], exchanges: int):
+    with jax.enable_x64(True):
+        whole = f(jnp.asarray(X), jnp.asarray(Y))
+        parts, _, found = divided(f)
+        for want, got in zip(whole, parts):
+            np.testing.assert_allclose(joined(got, want), want, rtol=1e-13)
+        assert found == exchanges
+
+
+def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
+    """The momentum goes home; the weights, which decay, need not."""
+
+    def decayed(momentum: Any, w: Any) -> Any:
+        direction, _ = orthogonal(0.9 * momentum, 0)
+        return w - 0.1 * (direction + 0.01 * w)
+
+    program = straighten(jax.make_jaxpr(decayed)(X, X), CALLS)
+    (visit,) = [visit for one in passes(program, [A, A])[0] for visit in one.visits]
+    assert len(visit.takes) == len(visit.brings) == 1
+
+
+def test_work_at_home_is_counted_by_leaf():
+    found = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
+    # Three times two products of 3 × 3 and 7; and less for what goes element by element there.
+    products = 3 * 2 * 2 * 3 * 3 * 7
+    assert set(found) == {0} and products < found[0].operations < 2 * products
+
+
+def test_two_leaves_in_one_equation_are_refused():
+    closed = jax.make_jaxpr(lambda a, b: jnp.tanh(a * b))(1.0 * X, 1.0 * X)
+    assert kinds(closed, [A, B]) == [Whole(frozenset({0, 1}), "mul of several leaves")]
+    nobody: Any = None
+    with pytest.raises(ValueError, match="mul of several leaves needs whole arrays"):
+        on_parts(closed, [A, B], Ranks(nobody, nobody, nobody))(jnp.zeros(6), jnp.zeros(6))
 
 
 def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
@@ -111,29 +178,35 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
     assert Same(False) != Follows(0) and Same() != Follows(1)
 
 
-def divided(f: Callable[..., Any]) -> tuple[list[Any], int]:
-    """What each rank makes of its parts, and how often the ranks have put numbers together."""
-    arrays = [jnp.asarray(X), jnp.asarray(Y)]
-    closed, calls = jax.make_jaxpr(f)(*arrays), [0]
-    sizes = [-(-x.size // RANKS) for x in arrays]
+def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
+    """What each rank makes of its parts, how often the ranks put numbers together, and how often leaves went home."""
+    arrays, comm = [jnp.asarray(X), jnp.asarray(Y)], axis_communicator("ranks", RANKS, "cpu")
+    closed, calls = jax.make_jaxpr(f)(*arrays), [0, 0]
+
+    def part(size: int) -> int:
+        return -(-size // RANKS)
 
     def put_together(op: str, numbers: Sequence[Any]) -> Sequence[Any]:
         calls[0] += 1
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def there(leaf: int) -> Any:
-        return jax.lax.axis_index("ranks") * sizes[leaf] + jnp.arange(sizes[leaf]) < arrays[leaf].size
+    def visit(visits: Sequence[AtHome]) -> Sequence[Sequence[Any]]:
+        calls[1] += 1
+        return at_home(comm, {0: 2, 1: 1}, visits)
 
-    run = on_parts(closed, [A, B], there, put_together)
-    padded = [jnp.pad(x.ravel(), (0, RANKS * size - x.size), constant_values=7.0) for x, size in zip(arrays, sizes)]
+    def there(size: int) -> Any:
+        return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
+
+    run = on_parts(closed, [A, B], Ranks(there, put_together, visit))
+    padded = [jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays]
     made = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
-    return made, calls[0]
+    return made, calls[0], calls[1]
 
 
 def joined(parts: Any, like: Any) -> Any:
     """The array of which these are the parts; of what is equal everywhere any."""
-    if parts.ndim > like.ndim + (like.ndim == 0) or like.ndim == 0:
+    if parts.shape[1:] == like.shape or like.ndim == 0:
         np.testing.assert_array_equal(parts, jnp.broadcast_to(parts[0], parts.shape))
         return parts[0].reshape(like.shape)
     return parts.ravel()[: like.size].reshape(like.shape)

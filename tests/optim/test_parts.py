@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import optax
 import pytest
 
-from fddp.jaxpr import Follows, on_parts
+from fddp.comm.communicator import axis_communicator
+from fddp.jaxpr import Follows, Ranks, on_parts
 from fddp.optim import check_needs
 from fddp.optim.parts import divided
+from fddp.step.homes import at_home
 
 RANKS, STEPS = 4, 7
 Make = Callable[[], optax.GradientTransformation]
@@ -51,13 +54,24 @@ CUT: dict[str, Make] = {
     "contrib.prodigy": lambda: optax.contrib.prodigy(),
     "contrib.schedule_free_adamw": lambda: optax.contrib.schedule_free_adamw(0.1),
 }
-WHOLE: dict[str, tuple[Make, dict[str, str]]] = {
-    "adafactor": (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), {"w": "a state of shape"}),
-    "adaptive_grad_clip": (lambda: optax.adaptive_grad_clip(0.1), {"w": "reduce_sum"}),
-    "centralize": (lambda: optax.centralize(), {"w": "reduce_sum"}),
-    "contrib.muon": (lambda: optax.contrib.muon(0.1), {"w": "scan"}),
-    "flatten": (lambda: optax.flatten(optax.adam(0.1)), {"b": "of several leaves", "w": "of several leaves"}),
+AT_HOME: dict[str, tuple[Make, dict[str, str]]] = {
+    "adafactor": (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), {"w": "reduce_sum"}),
+    "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), {"w": "reduce_sum"}),
+    "centralize": (lambda: optax.chain(optax.centralize(), optax.sgd(0.1)), {"w": "reduce_sum"}),
+    "clip_by_global_norm": (
+        lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.contrib.muon(0.1)),
+        {"w": "scan"},
+    ),
+    "clipped afterwards": (
+        lambda: optax.chain(optax.contrib.muon(0.1, adaptive=True), optax.clip_by_global_norm(0.1)),
+        {"w": "scan"},
+    ),
+    "contrib.muon": (lambda: optax.contrib.muon(0.1, weight_decay=0.1), {"w": "scan"}),
+    "MultiSteps": (lambda: optax.MultiSteps(optax.contrib.muon(0.1), 2).gradient_transformation(), {"w": "scan"}),
     "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), {"b": "add", "w": "add"}),
+}
+REFUSED: dict[str, tuple[Make, dict[str, str]]] = {
+    "flatten": (lambda: optax.flatten(optax.adam(0.1)), {"b": "of several leaves", "w": "of several leaves"}),
     "sm3": (lambda: optax.sm3(0.1), {"b": "", "w": ""}),
 }
 
@@ -69,31 +83,34 @@ def problem() -> tuple[Any, list[Any]]:
     return params, [jax.tree.map(lambda x: draw.normal(size=x.shape), params) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("make", CUT.values(), ids=CUT)
-def test_an_update_of_parts_is_the_part_of_the_update(make: Make):
+@pytest.mark.parametrize(
+    ("make", "home"), [*((make, {}) for make in CUT.values()), *AT_HOME.values()], ids=[*CUT, *AT_HOME]
+)
+def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str, str]):
     with jax.enable_x64(True):
         params, grads = jax.tree.map(jnp.asarray, problem())
         optimizer = make()
         found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
-        assert found.whole == {}
+        assert found.refused == {}
+        assert {sorted(params)[leaf]: why for leaf, why in found.home.items()} == home
         want, got = plain(optimizer, params, grads), on_ranks(optimizer, params, grads)
         for name in params:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-14)
             assert np.max(np.abs(want[name] - params[name])) > 1e-9  # it has moved
 
 
-@pytest.mark.parametrize(("make", "whole"), WHOLE.values(), ids=WHOLE)
-def test_what_mixes_the_elements_of_a_leaf_needs_it_whole(make: Make, whole: dict[str, str]):
+@pytest.mark.parametrize(("make", "refused"), REFUSED.values(), ids=REFUSED)
+def test_what_mixes_several_leaves_is_refused(make: Make, refused: dict[str, str]):
     params, _ = problem()
-    found = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).whole.items()}
-    assert set(found) == set(whole)
-    assert all(whole[name] in why for name, why in found.items())
+    found = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).refused.items()}
+    assert set(found) == set(refused)
+    assert all(refused[name] in why for name, why in found.items())
 
 
 def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
     """A rate for each element: a part of the leaf would need a part of the rates."""
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=jnp.linspace(0.1, 1, 7))
-    assert set(divided(optimizer, {"b": jnp.ones(7), "c": jnp.ones(7)}).whole) == {0, 1}
+    assert set(divided(optimizer, {"b": jnp.ones(7), "c": jnp.ones(7)}).home) == {0, 1}
 
 
 def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
@@ -105,7 +122,7 @@ def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
     mutant = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
     params, _ = problem()
     # Of a vector that is one sum; of a matrix it is not.
-    assert list(divided(mutant, params).whole) == [1]
+    assert list(divided(mutant, params).home) == [1]
 
 
 def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
@@ -119,24 +136,26 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
     """The same on ranks that hold a part of each leaf and of the state."""
     found, forms = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)), jax.tree.leaves(params)
-    chunks = [-(-x.size // RANKS) for x in forms]
-    count = len(forms)
+    count, comm = len(forms), axis_communicator("ranks", RANKS, "cpu")
     state, kinds = jax.tree.leaves(optimizer.init(params)), found.inputs[count:-1]
+
+    def part(size: int) -> int:
+        return -(-size // RANKS)
 
     def put_together(op: str, numbers: Sequence[Any]) -> Sequence[Any]:
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def there(leaf: int) -> Any:
-        return jax.lax.axis_index("ranks") * chunks[leaf] + jnp.arange(chunks[leaf]) < forms[leaf].size
+    def there(size: int) -> Any:
+        return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
     def parts(x: Any, kind: Any) -> Any:
         if not isinstance(kind, Follows):
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
-        chunk = chunks[kind.leaf]
-        return jnp.pad(x.ravel(), (0, RANKS * chunk - x.size)).reshape(RANKS, chunk)
+        return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    run = jax.vmap(on_parts(found.program, found.inputs, there, put_together), axis_name="ranks")
+    ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}))
+    run = jax.vmap(on_parts(found.program, found.inputs, ranks), axis_name="ranks")
     held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
         mine = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), found.inputs)]
@@ -178,8 +197,9 @@ def answer(make: Callable[..., Any]) -> str:
         check_needs(optimizer, jax.tree.map(lambda x: jnp.zeros(x.shape), FORMS))
     except TypeError:
         return "no step takes it"
-    whole = divided(optimizer, FORMS).whole
-    return "no: " + ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in whole.items()) if whole else "yes"
+    found = divided(optimizer, FORMS)
+    leaves = ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items())
+    return f"no: {leaves}" if found.refused else f"yes, whole leaves at home: {leaves}" if leaves else "yes"
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")

@@ -26,7 +26,7 @@ PARAMS = {
     "b": DRAW.normal(size=2),
     "v": DRAW.normal(size=(7, 2)),
     "s": np.float64(0.5),
-    "empty": np.zeros((0, 3)),
+    "empty": np.zeros((3, 0)),
 }
 ROWS = DRAW.normal(size=(120, 3))
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -39,6 +39,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lamb": lambda: optax.lamb(0.05),
     "prodigy": lambda: optax.contrib.prodigy(),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
+    # Leaves that go home.
+    "muon, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.contrib.muon(0.05, weight_decay=0.1)),
+    "muon, skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.05), 3),
+    "adafactor": lambda: optax.adafactor(0.05, min_dim_size_to_factor=2),
     "a rate in the state": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.05),
 }
 
@@ -64,7 +68,10 @@ def close(got: Any, expected: Any, rtol: float = 1e-10) -> None:
 
 
 @both
-@pytest.mark.parametrize(("n", "name"), [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 5))])
+@pytest.mark.parametrize(
+    ("n", "name"),
+    [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 5)), *((n, "muon, clipped") for n in (1, 2, 4))],
+)
 def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: str, shard: str):
     make = OPTIMIZERS[name]
     step = fddp.train_step(loss_fn, make(), group=group(n), shard=shard, bucket_cap_mb=0)
@@ -78,8 +85,11 @@ def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: 
 
 @both
 @SCHEDULES
-def test_training_in_shards_is_training_under_every_schedule(group: Groups, x64: None, schedule: str, shard: str):
-    make = OPTIMIZERS["adamw, clipped"]
+@pytest.mark.parametrize("name", ["adamw, clipped", "muon, clipped"])
+def test_training_in_shards_is_training_under_every_schedule(
+    group: Groups, x64: None, name: str, schedule: str, shard: str
+):
+    make = OPTIMIZERS[name]
     options: Any = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
     step = fddp.train_step(loss_fn, make(), group=group(3), **options)
     state = step.init(PARAMS)
@@ -292,10 +302,10 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
     def init(optimizer: optax.GradientTransformation, **options: Any) -> Any:
         return fddp.train_step(lambda p, x: jnp.sum(p["w"]), optimizer, shard="optimizer", **options).init(params)
 
-    with pytest.raises(ValueError, match=r"whole: w \(a state of shape \[\d\]\)\. Leave shard out"):
-        init(optax.adafactor(0.1, min_dim_size_to_factor=2))
-    with pytest.raises(ValueError, match=r"whole: w \(\w+\)"):
-        init(optax.contrib.muon(0.1))
+    with pytest.raises(ValueError, match=r"b \(concatenate of several leaves\), w \(.*\)\. Leave shard out"):
+        init(optax.flatten(optax.adam(0.1)))
+    with pytest.raises(ValueError, match=r"does not go so: b \(a state that is in parts only afterwards\)"):
+        init(optax.sm3(0.1))
     with pytest.raises(ValueError, match="cannot go with hook"):
         init(optax.adam(0.1), hook=fddp.hooks.topk(0.5))
     with pytest.raises(ValueError, match="cannot go with skip_all_reduce_unused_params"):

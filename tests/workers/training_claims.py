@@ -419,6 +419,38 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         assert same_on_all_ranks(group, (whole.params, whole.opt_state))
 
 
+@claim(quick=("mpi",))
+def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ p["v"]) @ p["w"] - p["b"]) ** 2)
+
+    params = {"v": np.sin(np.arange(15.0)).reshape(3, 5), "w": np.cos(np.arange(20.0)).reshape(5, 4), "b": np.ones(4)}
+    batch = np.sin(np.arange(12.0 * group.size)).reshape(-1, 3)
+    mine = batch.reshape(group.size, -1, 3)[group.rank]
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.05, weight_decay=0.1))
+    jax.config.update("jax_enable_x64", True)  # the threads of a step are to know it, too
+    try:
+        expected = jax.tree.map(jnp.asarray, params)
+        opt_state = optimizer.init(expected)
+        for _ in range(2):
+            updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
+            expected = optax.apply_updates(expected, updates)
+        for schedule, shard in (("fused", "optimizer"), ("staged", "state"), ("after", "optimizer")):
+            options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
+            step = fddp.train_step(loss, optimizer, group=group, **options)
+            state = step.init(params)
+            for _ in range(2):
+                state, _ = step(state, mine)
+            whole = fddp.whole(state, group=group)
+            for got, wanted in zip(
+                jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
+            ):
+                np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-9, atol=1e-13)
+            assert same_on_all_ranks(group, (whole.params, whole.opt_state))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 @claim()
 def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
     batches = np.sin(np.arange(5 * 4 * group.size, dtype=np.float32)).reshape(5, group.size, 4)
