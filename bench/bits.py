@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/bits.py [--problems mlp digits gpt] [--quick]
 
-Each problem is trained on 1, 2, 4 and 8 devices of a process, on 2 and 4 processes over Gloo, and on 2, 3 and 4 over
+Each problem is trained on 1, 2, 4 and 8 devices of a process, on 1, 2 and 4 processes over Gloo, and on 1 to 4 over
 MPI, with other schedules and bucket caps, always of 24 virtual replicas: AdamW with clipping and a dynamic loss scale.
 What is compared is a digest of the whole state and of all losses. "ordinary" is a training without virtual replicas,
 whose bits differ: the comparison is not blind.
@@ -38,8 +38,10 @@ RUNS = [
     ("local", 2, "after", 25.0),
     ("local", 4, "staged", 0.0),
     ("local", 8, "after", 0.01),
+    ("gloo", 1, "staged", 25.0),
     ("gloo", 2, "staged", 0.01),
     ("gloo", 4, "staged", 25.0),
+    ("mpi", 1, "staged", 0.01),
     ("mpi", 2, "staged", 0.0),
     ("mpi", 3, "after", 0.01),
     ("mpi", 4, "staged", 0.01),
@@ -51,7 +53,7 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", default=["mlp", "digits", "gpt"], choices=["mlp", "digits", "gpt"])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--quick", action="store_true", help="5 steps, nothing is saved")
-    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=7, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         return one_rank(*args.rank)
@@ -65,6 +67,7 @@ def main() -> None:
                     sys.executable,
                     __file__,
                     "--rank",
+                    backend,
                     name,
                     str(steps),
                     str(virtual),
@@ -87,7 +90,7 @@ def ask(backend: str, size: int, words: list[str]) -> str:
     """Trains in processes of their own; what rank 0 printed last."""
     env, ranks = ({"JAX_NUM_CPU_DEVICES": str(size)}, 1) if backend == "local" else ({}, size)
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    if ranks == 1:
+    if backend == "local":
         told = subprocess.run(words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True).stdout
     else:
         with ending(start(backend, ranks, words, env, stdout=subprocess.PIPE, text=True)) as jobs:
@@ -95,9 +98,9 @@ def ask(backend: str, size: int, words: list[str]) -> str:
     return next(line for line in told.splitlines() if line.startswith("digest "))
 
 
-def one_rank(name: str, steps: str, virtual: str, size: str, schedule: str, cap: str) -> None:
+def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, schedule: str, cap: str) -> None:
     """One rank's part."""
-    group = fddp.init()
+    group = fddp.init(backend)
     if group.size != int(size):
         raise RuntimeError(f"this is a job of {group.size} replicas, not of {size}.")
     loss_fn, (params, model_state), data = PROBLEMS[name]()
