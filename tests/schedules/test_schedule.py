@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -161,9 +161,16 @@ def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, 
 ### What is special
 
 
-def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
+@cache
+def staged_gpt(group):
+    """A step of many stages, compiled once; parameters and a batch."""
     loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    return step, params, batch
+
+
+def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
+    step, params, batch = staged_gpt(group)
     step(step.init(params), batch)
     line = step.timeline()
     assert len(line.compute) == len(line.communication) == len(step.plan.buckets)
@@ -209,8 +216,7 @@ def test_the_weight_by_which_a_hooks_sums_are_divided_travels_before_them_in_a_s
 
 
 def test_a_staged_step_uses_the_memory_of_the_state_it_was_given(group):
-    loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    step, params, batch = staged_gpt(group)
     state = step.init(params)
     new, _ = step(state, batch)
     gone = [x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
@@ -234,8 +240,7 @@ def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_beg
 
 
 def test_no_thread_outlives_a_step(group):
-    loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    step, params, batch = staged_gpt(group)
     state = step.init(params)
     for _ in range(3):
         state, _ = step(state, batch)
