@@ -97,7 +97,8 @@ def _through_scan(eqn: JaxprEqn, inputs: Counts) -> Counts:
     rows = closed.jaxpr.invars[len(consts) + len(carry) :]
     slices = [0 if count == 0 else _rows(var) for count, var in zip(xs, rows)]
     after = _flow(closed.jaxpr, [*consts, *carry, *slices])
-    carried = [was + options["length"] * (now - was) for was, now in zip(carry, after)]
+    # What a round takes away comes back in none.
+    carried = [now if now <= was else was + options["length"] * (now - was) for was, now in zip(carry, after)]
     return [*carried, *(0 if count == 0 else EVERY for count in after[len(carry) :])]
 
 

@@ -36,6 +36,12 @@ def looked_up(table: Any) -> Any:
 looked_up.defvjp(lambda table: (table[IDS], None), lambda _, g: (jnp.zeros((100, 4), g.dtype).at[IDS].add(2 * g),))
 
 
+def forgotten(table: Any) -> Any:
+    """The gradient of what is carried begins with all rows, and ends with none."""
+    end, total = jax.lax.scan(lambda h, x: (jax.lax.stop_gradient(h) + x, jnp.sum(x)), table, jnp.ones((9, 100, 4)))
+    return jnp.sum(end**2) + jnp.sum(total)
+
+
 def branch(table: Any) -> Any:
     return jax.lax.cond(IDS[0, 0] > jnp.sum(FILTER), lambda: jnp.sum(table[IDS]), lambda: jnp.sum(table[IDS[0]]))
 
@@ -53,6 +59,7 @@ FEW: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a branch": (branch, 6),
     "in 16 bits": (in_16_bits, 6),
     "a derivative of one's own": (lambda t: jnp.sum(looked_up(t)), 6),
+    "a first state that a loop forgets": (forgotten, 0),
     "no path at all": (lambda t: jnp.sum(FILTER), 0),
 }
 ALL: dict[str, Callable[[Any], Any]] = {
