@@ -14,10 +14,14 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import jax
+
 # What a program of each MPI says of itself. Open MPI calls its launcher OpenRTE or PRRTE, MPICH's is Hydra.
 VENDORS = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "Intel MPI": ("Intel",), "MPICH": ("MPICH", "HYDRA")}
 LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 COMPILERS = ("mpicc", "mpicc.openmpi", "mpicc.mpich")
+# In what JAX says of an mpi4jax that was built with another jaxlib.
+API = "handler's API version"
 # Loading starts no MPI. mpi4jax itself compares the MPI it was built with, and JAX, where it starts, the jaxlib.
 LOAD = """
 import mpi4py
@@ -46,9 +50,27 @@ def loaded() -> tuple[str | None, str]:
         return vendor, ""
     if built and vendor:
         return vendor, f"mpi4jax was built with {_named(built[1]) or built[1]}, mpi4py has {vendor}"
-    if "handler's API version" in run.stderr:
+    if API in run.stderr:
         return vendor, f"mpi4jax was built with a newer jaxlib than {version('jaxlib')}"
     return vendor, (run.stderr.strip() or f"it ended with {run.returncode}").splitlines()[-1]
+
+
+def import_mpi4jax() -> None:
+    """Imports mpi4jax, and starts JAX with it.
+
+    Raises:
+      RuntimeError: it was built for another MPI than mpi4py's, or with a newer jaxlib.
+    """
+    try:
+        importlib.import_module("mpi4jax")
+        jax.local_devices()  # where JAX starts it compares the jaxlib that mpi4jax was built with
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and API not in str(error):
+            raise  # JAX does not start, and mpi4jax has no part in it
+        raise RuntimeError(
+            f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({str(error).splitlines()[0]}); "
+            "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
+        ) from None
 
 
 def launchers(vendor: str | None) -> Iterator[tuple[str, str | None]]:

@@ -21,6 +21,7 @@ from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.coordinator import start_coordinator
 from fddp.runtime.launchers import Launch, missing_srun, read_launch
 from fddp.runtime.rendezvous import meet
+from fddp.runtime.vendors import import_mpi4jax
 from fddp.runtime.watchdog import shared_journal, watched
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
@@ -175,14 +176,7 @@ def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
     journal, file = shared_journal(comm.size)
     if comm.size > 1:  # first of all, so that an error of all ranks is told in full by one of them
         end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()), journal)
-    try:
-        importlib.import_module("mpi4jax")
-        jax.local_devices()  # where JAX starts it compares the jaxlib that mpi4jax was built with
-    except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({str(error).splitlines()[0]}); "
-            "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
-        ) from None
+    import_mpi4jax()
     _forget_shared_memory(comm)
     return watched(replace(mpi_group(comm), journal=journal), file, stall_s)
 
