@@ -85,7 +85,7 @@ class Measurement:
 
     @property
     def all_reduces(self) -> int:
-        """All-reduces of a step."""
+        """Messages of a step, also those that nobody needed, which a staged step does not send."""
         return max(len(step.timeline.communication) for step in self.steps)
 
     @property

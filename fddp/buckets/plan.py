@@ -116,7 +116,8 @@ class BucketPlan:
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
-        text = [*map(str, self.leaves), *(str(bucket.leaves) for bucket in self.buckets), *map(str, self.messages)]
+        buckets = (f"{bucket.leaves} {bucket.rows or ''}".rstrip() for bucket in self.buckets)
+        text = [*map(str, self.leaves), *buckets, *map(str, self.messages)]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -156,6 +157,7 @@ def place_scalars(
 
     Example:
       >>> import numpy as np
+      >>> from fddp import make_plan
       >>> plan = make_plan({"w": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}, bucket_cap_mb=0)
       >>> [message.scalars for message in plan.messages], [m.name for m in place_scalars(plan, exact=False).messages]
       ([False, True], ['bucket 0', 'bucket 1', 'tail'])

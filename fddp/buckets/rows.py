@@ -7,7 +7,7 @@ Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Ki
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped, UInt
 
 from fddp.buckets.assignment import make_plan
-from fddp.buckets.groups import Groups
+from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
 from fddp.buckets.words import from_words, to_words
 
-WORTH = 64 * 1024  # bytes that take about as long as the two messages more
+WORTH_BYTES = 64 * 1024  # they take about as long as the messages more
 
 
 def plan_in_rows(
@@ -40,7 +40,7 @@ def plan_in_rows(
       touched: leaf index → how many of its rows a replica's gradient touches, as far as is known.
       replicas: how many gather them.
       order: as of `make_plan`.
-      groups: likewise; a leaf that shares a group stays whole.
+      groups: likewise; a leaf that is in a group stays whole.
       **caps: likewise.
 
     Returns:
@@ -53,23 +53,14 @@ def plan_in_rows(
       >>> [bucket.rows for bucket in plan_in_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
       [None]
     """
-    plan = make_plan(tree, order=order, groups=groups, **caps)
-    alone = {i: _bucket_of_rows(plan, i, touched[i]) for i in order if i in touched and _has_rows(plan.leaves[i])}
-    # To each of the others a replica sends all its rows; of an all-reduce it sends two parts of as many as replicas.
-    saved = {i: (replicas - 1) * (2 * plan.leaves[i].nbytes // replicas - one.nbytes) for i, one in alone.items()}
-    few = {i: one for i, one in alone.items() if saved[i] >= WORTH}
-    names = {plan.leaves[i].name for i in few}
-
-    def apart(name: str) -> Hashable | None:
-        key = groups(name) if groups else None
-        return (Rows, name) if key is None and name in names else key
-
-    if not few:
-        return plan
-    plan = make_plan(tree, order=order, groups=apart, **caps)
-    return replace(
-        plan, buckets=tuple(few.get(one.leaves[0], one) if len(one.leaves) == 1 else one for one in plan.buckets)
-    )
+    leaves = make_plan(tree, order=order).leaves
+    keys = dict(zip(order, group_keys([leaves[i].name for i in order], groups)))
+    alone = {i: _bucket_of_rows(i, leaves[i], touched.get(i, 0)) for i in order if keys[i] is None}
+    few = [one for i, one in alone.items() if one is not None and _saved(one, leaves[i], replicas) >= WORTH_BYTES]
+    away = {one.leaves[0] for one in few}
+    plan = make_plan(tree, order=[i for i in order if i not in away], groups=groups, **caps)
+    ready = {i: at for at, i in enumerate(order)}
+    return replace(plan, buckets=tuple(sorted([*plan.buckets, *few], key=lambda one: ready[one.leaves[-1]])))
 
 
 def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
@@ -94,7 +85,8 @@ def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " 
 def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
     """Adds up what came back: the inverse of `take_rows` for one replica, the sum over several.
 
-    Rows are added replica by replica: in one order, which gives all replicas the same bits.
+    Rows are added replica by replica: in one order, which gives all replicas the same bits. Those of 16 bits are added
+    in 32, and rounded once.
 
     Args:
       bucket: as there.
@@ -112,10 +104,11 @@ def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, "
     def add(total: Array, one: Array) -> tuple[Array, None]:
         which, values, _ = jax.lax.split(one, [numbers, one.size - numbers - 1, 1])
         values = from_words(values.reshape(*parts, *form), left)
-        return total.at[_numbers(which)].add(values, mode="drop"), None
+        return total.at[_numbers(which)].add(values.astype(total.dtype), mode="drop"), None
 
-    total, _ = jax.lax.scan(add, table, words.reshape(-1, numbers + math.prod((*parts, *form)) + 1))
-    return total.reshape(-1)
+    wide = jnp.promote_types(left.dtype, jnp.float32)
+    total, _ = jax.lax.scan(add, table.astype(wide), words.reshape(-1, numbers + math.prod((*parts, *form)) + 1))
+    return total.astype(left.dtype).reshape(-1)
 
 
 def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
@@ -124,14 +117,16 @@ def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
     return tuple(range(words - 1, replicas * words, words))
 
 
-def _has_rows(leaf: Leaf) -> bool:
-    """Whether there are rows, of numbers that are whole words."""
-    return bool(leaf.shape and leaf.size) and jnp.finfo(leaf.dtype).bits >= 16
+def _bucket_of_rows(i: int, leaf: Leaf, touched: int) -> Bucket | None:
+    """A leaf in rows, if it has any that are touched, of numbers that are whole words."""
+    if not (touched and leaf.shape and leaf.size) or jnp.finfo(leaf.dtype).bits < 16:
+        return None
+    return Bucket((i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(touched, leaf.shape[0]), leaf.shape[0]))
 
 
-def _bucket_of_rows(plan: BucketPlan, i: int, count: int) -> Bucket:
-    leaf = plan.leaves[i]
-    return Bucket((i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(count, leaf.shape[0]), leaf.shape[0]))
+def _saved(rows: Bucket, leaf: Leaf, replicas: int) -> int:
+    """Bytes: each replica sends its rows to all others; of an all-reduce it sends two parts of as many as replicas."""
+    return (replicas - 1) * (2 * leaf.nbytes // replicas - rows.nbytes)
 
 
 def _rows(bucket: Bucket) -> Rows:

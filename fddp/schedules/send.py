@@ -50,11 +50,12 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
     programs = [program(reduction) for reduction in reductions]
 
     def send(k: int, memory: Memory, said: Callable[[], jax.Array], message: jax.Array) -> Sent:
-        start = perf_counter()
         reduction, transport = reductions[k], transports[k % len(transports)]
         mine = memory[k] if memory else ()
         size, finite = message.size // group.placement.replicas_in_array, True
-        if reduction.asks is not None and not jax.device_get(said())[list(reduction.asks.places)].any():
+        needed = reduction.asks is None or jax.device_get(said())[list(reduction.asks.places)].any()
+        start = perf_counter()
+        if not needed:
             total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
         else:
             group.recovery.sends()
@@ -80,8 +81,8 @@ def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
 
 def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
     """What carries the messages between programs, in turn; hooks share one communicator, where two would mix, and so do
-    parts, which have owners in one order of the replicas."""
-    alone = any(one.apply or one.collective in ("reduce_scatter", "tree_reduce") for one in reductions)
+    parts, which have owners in one order of the replicas, and rows, of which there is one order to add them in."""
+    alone = any(reduction.apply or reduction.collective != "all_reduce" for reduction in reductions)
     return (group.transport,) if alone or not group.transport.clones else group.transport.clones
 
 

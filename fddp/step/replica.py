@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_in_rows
-from fddp.comm import Group, add_replica_dim, drop_replica_dim, parts
+from fddp.comm import MOST, Group, add_replica_dim, drop_replica_dim, parts
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
@@ -223,9 +223,12 @@ class Replica:
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:
     """The bytes of each bucket of a plan, in whatever messages it travels; behind them those of the scalars alone."""
-    count = len(plan.buckets)
-    numbers = [count if message.bucket is None else message.bucket for message in plan.messages]
-    return jnp.zeros(max(numbers) + 1, sent.dtype).at[np.array(numbers)].add(sent)
+    of: dict[int, Array] = {}
+    for message, nbytes in zip(plan.messages, sent):
+        bucket = len(plan.buckets) if message.bucket is None else message.bucket
+        # More than 32 bits count is told as the most that they do.
+        of[bucket] = of[bucket] + jnp.minimum(nbytes, jnp.uint32(MOST) - of[bucket]) if bucket in of else nbytes
+    return jnp.stack([of[bucket] for bucket in sorted(of)])
 
 
 def with_trained(params: Any, trained: Any) -> Any:

@@ -29,8 +29,6 @@ from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
 from fddp.step.virtual import check_order
 
-MOST = 2**31 - 1  # rows that an integer of 32 bits counts
-
 SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
 
 # (replica, where the state's arrays lie, state, mean) -> what a call returns; runs on every replica
@@ -92,9 +90,9 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         order = chosen[::-1] if options.order == "reverse" else _ready(program, chosen)
         # The state comes first: the number of the step, then the parameters.
         uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
-        rows = [min(count, MOST) for count in touched_rows(program)[: len(chosen)]]
+        touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
         schedule = _schedule(replica, program)
-        found.append((order, uses, rows, _paths(replica, state, batch), schedule, told))
+        found.append((order, uses, (_paths(replica, state, batch), touched), schedule, told))
         return [
             f"call {call}",
             repr(options),
@@ -110,11 +108,11 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         ]
 
     verify(group, "batch or loss", describe)
-    ((order, uses, rows, paths, schedule, told),) = found
+    ((order, uses, reach, schedule, told),) = found
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
-    order, uses, rows = group.broadcast(tuple(np.asarray(each, np.int32) for each in (order, uses, rows)))
-    paths = group.all_reduce(np.asarray(paths, np.int32), op="max")
+    order, uses = group.broadcast((np.asarray(order, np.int32), np.asarray(uses, np.int32)))
+    paths, touched = group.all_reduce(np.asarray(reach, np.int32), op="max")
     reached = {i for i, path in zip(chosen, paths) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
     # Where each replica updates a part, all that is trained comes back from the others.
@@ -124,8 +122,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     where = specs(group.placement, state._replace(accumulated=None, hook_state=()))
     averaged = state.model_state if options.broadcast_buffers == "mean" else None
     dtype = scalar_dtype(jax.tree.leaves((told, averaged)))
-    touched = {i: options.accumulation_steps * int(count) for i, count in zip(chosen, rows)}
-    plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after), touched=touched)
+    few = {i: options.accumulation_steps * int(count) for i, count in zip(chosen, touched)}
+    plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after), touched=few)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
     used = partial(use, replica, where)

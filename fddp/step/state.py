@@ -50,7 +50,8 @@ class StepInfo(NamedTuple):
     head of its chain."""
     sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
     """Bytes that each replica sent for each sum over replicas: one for each bucket of the plan, and at the end for what
-    travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed."""
+    travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed, and p − 1 times those of
+    rows."""
     skipped: Bool[Array, ""] | None = None
     """With `skip_nonfinite`: whether the step changed nothing, as its mean gradients are not all finite."""
     broken: Bool[Array, " leaves"] | None = None

@@ -10,7 +10,7 @@ from fddp.analysis.measurement import MeasuredStep
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
-from fddp.buckets import make_plan, place_scalars
+from fddp.buckets import make_plan, place_scalars, plan_in_rows
 from fddp.schedules.timeline import Pace, Span, Timeline
 from models import mlp
 
@@ -49,10 +49,26 @@ def test_a_tail_that_leads_leaves_before_all_others():
 
 
 def test_the_tail_rides_behind_a_bucket_or_alone():
-    assert message_bytes(plan_of([2], [0], [1]), tail=100) == (12, 4, 108)
-    assert message_bytes(place_scalars(plan_of([2], [0], [1]), early=True), tail=100) == (112, 4, 8)
-    assert message_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), tail=100) == (6, 2, 4, 100)
-    assert message_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), tail=100) == (100, 12, 4, 8)
+    early = place_scalars(plan_of([2], [0], [1]), early=True)
+    assert message_bytes(plan_of([2], [0], [1]), 100, 2) == (12, 4, 108)
+    assert message_bytes(early, 100, 2) == (112, 4, 8)
+    assert message_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), 100, 2) == (6, 2, 4, 100)
+    assert message_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), 100, 2) == (100, 12, 4, 8)
+
+
+def test_rows_count_as_the_all_reduce_that_takes_as_long_and_what_they_leave_as_nothing():
+    """Each of n replicas sends n - 1 times its rows, and 2 (n - 1)/n times what is summed."""
+    tree = {"bias": np.zeros(8, np.float32), "table": np.zeros((100_000, 4), np.float32)}
+    rows = 64 * (4 * 4 + 4) + 4
+    for replicas in (2, 8):
+        plan = place_scalars(plan_in_rows(tree, {1: 64}, replicas, order=(1, 0)), early=True)
+        assert message_bytes(plan, 100, replicas) == (rows * replicas // 2, 32 + 100)
+
+
+def test_a_tail_that_is_alone_only_here_has_a_stage_of_no_time():
+    tables = {name: np.zeros((100_000, 4), np.float32) for name in "ab"}
+    plan = place_scalars(plan_in_rows(tables, {0: 8, 1: 8}, 2, order=(1, 0)), early=True)
+    assert joined([2.0, 3.0], (1, 0), plan, total=5.0) == (0.0, 2.0, 3.0)
 
 
 def test_each_further_stage_costs_what_two_cuts_say():

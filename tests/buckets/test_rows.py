@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fddp.buckets import add_rows, flags, plan_in_rows, take_rows
-from fddp.buckets.rows import WORTH
+from fddp.buckets.rows import WORTH_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count
@@ -47,6 +47,15 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
     assert np.array_equal(np.asarray(total), np.asarray(sum(gradients)))  # small whole numbers: exact in every dtype
 
 
+def test_rows_of_16_bits_are_rounded_once():
+    """256 and seven times 1 are 263: added one by one in bfloat16 they stay 256."""
+    form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")
+    (bucket,) = plan_in_rows(form, {0: MOST}, 8, order=(0,)).buckets
+    gradients = [jnp.zeros(ALL * WIDTH, jnp.bfloat16).at[6].set(256 if rank == 0 else 1) for rank in range(8)]
+    words = jnp.concatenate([take_rows(bucket, flat)[0] for flat in gradients])
+    assert float(add_rows(bucket, words, jnp.zeros(ALL * WIDTH, jnp.bfloat16))[6]) == float(jnp.bfloat16(263))
+
+
 def test_a_row_that_is_no_number_travels(x64: None):
     bucket = bucket_of("float32")
     flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
@@ -63,14 +72,27 @@ def test_rows_travel_where_these_save_enough_bytes():
 
     bytes_of_all, bytes_of_row = 1_600_000, 4 * 4 + 4
     for replicas in (2, 3, 8):
-        most = (2 * bytes_of_all // replicas - WORTH // (replicas - 1)) // bytes_of_row
+        most = (2 * bytes_of_all // replicas - WORTH_BYTES // (replicas - 1)) // bytes_of_row
         assert travel(replicas, most - 1) and not travel(replicas, most + 1)
     assert not travel(1, 1), "one replica sends nothing"
 
 
-def test_who_shares_a_group_stays_whole():
+def test_what_no_batch_has_touched_yet_stays_whole():
+    assert plan_in_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=(0,)).buckets[0].rows is None
+
+
+def test_the_last_bucket_of_the_others_is_small_before_a_table_too():
+    tree = [jax.ShapeDtypeStruct((2**18,), "float32")] * 5 + [jax.ShapeDtypeStruct((100_000, 4), "float32")]
+    plan = plan_in_rows(tree, {5: 8}, 2, order=range(6))
+    assert [bucket.leaves for bucket in plan.buckets] == [(0,), (1, 2, 3), (4,), (5,)]
+    assert plan.digest != plan_in_rows(tree, {5: 9}, 2, order=range(6)).digest
+
+
+def test_who_is_in_a_group_stays_whole():
     tree = {"table": jax.ShapeDtypeStruct((100_000, 4), "float32"), "bias": jax.ShapeDtypeStruct((4,), "float32")}
     both = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all")
     assert [bucket.rows for bucket in both.buckets] == [None]
+    by_itself = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
+    assert [bucket.rows for bucket in by_itself.buckets] == [None, None]
     other = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None)
     assert [bucket.rows is None for bucket in other.buckets] == [True, False]

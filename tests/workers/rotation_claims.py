@@ -16,18 +16,20 @@ STEPS = 12
 
 
 def trained(group: fddp.Group, schedule: str) -> list[np.ndarray]:
-    """Leaves of different sizes, each a bucket, after some steps on random rows."""
+    """Leaves of different sizes, each a bucket, and a table of which rows travel, after some steps on random rows."""
     rng = np.random.default_rng(0)
-    params = [rng.normal(size=n).astype(np.float32) for n in SIZES]
+    params = [rng.normal(size=n).astype(np.float32) for n in (*SIZES, (20_000, 2))]
 
     def loss(params: list[Any], x: Any) -> jax.Array:
-        return jnp.mean(sum(x[0, : w.size] @ w**2 for w in params))
+        *leaves, table = params
+        words = jnp.abs(1000 * x[0, :8]).astype(jnp.int32)
+        return jnp.mean(sum(x[0, : w.size] @ w**2 for w in leaves)) + jnp.mean(table[words] ** 2)
 
     step = fddp.train_step(loss, optax.sgd(1e-3), group=group, schedule=schedule, bucket_cap_mb=0)
     state, rows = step.init(params), np.random.default_rng(group.rank)
     for _ in range(STEPS):
         state, _ = step(state, rows.normal(size=(1, max(SIZES))).astype(np.float32))
-    assert len(step.plan.buckets) == len(SIZES)
+    assert sum(bucket.rows is None for bucket in step.plan.buckets) == len(SIZES) == len(step.plan.buckets) - 1
     return jax.device_get(state.params)
 
 

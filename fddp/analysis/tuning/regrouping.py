@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fddp.analysis.measurement import MeasuredStep
-from fddp.buckets import BucketPlan
+from fddp.buckets import Bucket, BucketPlan
 from fddp.comm import Group
 
 
@@ -28,18 +28,21 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
     ]
     *works, idle, seconds = group.all_reduce(np.median(np.array(rows), axis=0), op="max").tolist()
     stages = len(steps[0].timeline.compute)
-    nbytes = tuple(span.nbytes for span in steps[0].timeline.communication)
+    nbytes = tuple(span.nbytes for span in steps[0].timeline.communication if span.nbytes)
     return Typical(tuple(works[:stages]), nbytes, tuple(works[stages:]), idle, seconds)
 
 
-def message_bytes(plan: BucketPlan, tail: int) -> tuple[int, ...]:
-    """Bytes of what each bucket sends, with the tail behind the one that carries it, or alone."""
-    sizes = [
-        (0 if message.bucket is None else plan.buckets[message.bucket].nbytes) + tail * message.scalars
-        for message in plan.messages
-        if not message.rows  # which stand for their bucket: nothing else of it is sent, as a rule
-    ]
-    return tuple(sizes)
+def message_bytes(plan: BucketPlan, tail: int, replicas: int) -> tuple[int, ...]:
+    """Bytes of each bucket's all-reduce, with the tail behind the one that carries it, or alone.
+
+    Rows stand for their bucket, of which nothing else is sent as a rule: as the all-reduce that takes as long.
+    """
+
+    def of(bucket: Bucket) -> int:
+        return bucket.nbytes * replicas // 2 if bucket.rows else bucket.nbytes
+
+    sizes = [(0 if one.bucket is None else of(plan.buckets[one.bucket])) + tail * one.scalars for one in plan.messages]
+    return tuple(size for size, one in zip(sizes, plan.messages) if not one.rows)
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
@@ -56,7 +59,11 @@ def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total:
       Seconds of each stage of the plan.
     """
     ends = np.cumsum(fine).tolist()
-    lead, ends = (ends[:1], ends[1:]) if plan.messages[0].bucket is None else ([], ends)
+    if plan.messages[0].bucket is None:
+        # A tail that rode behind a bucket of the finest cut, and is alone here, is ready at once.
+        lead, ends = (ends[:1], ends[1:]) if len(fine) > len(order) else ([0.0], ends)
+    else:
+        lead = []
     done = dict(zip(order, ends))
     ready = np.maximum.accumulate([max(done[i] for i in bucket.leaves) for bucket in plan.buckets])
     ends = [*lead, *ready.tolist(), *ends[len(order) :]]

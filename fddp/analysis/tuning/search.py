@@ -207,7 +207,7 @@ def tune(
         more = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
-            nbytes = message_bytes(plan, more)
+            nbytes = message_bytes(plan, more, group.size)
             stages = joined(fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes)))
             updates = joined(fine.updates, order, plan, total=sum(busy.updates))
             line = simulate(*outline(stages, [link.seconds(n) for n in nbytes], updates), pace)
