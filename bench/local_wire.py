@@ -3,8 +3,8 @@
     sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, 16 steps between two synchronizations: all parameters
-at once behind the step that makes them (delay 0) or beside the next one (delay 1), or a quarter of them so. A step
-counts as long as the slower host takes.
+at once behind the step that makes them (delay 0) or beside the next one (delay 1), or a quarter or an eighth of them
+so. A step counts as long as the slower host takes.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
 """
@@ -30,7 +30,12 @@ from bench.two_hosts import BACKENDS, ask
 
 EVERY = 16
 # Fragments, delay.
-WAYS = {"all at once, delay 0": (1, 0), "all at once, delay 1": (1, 1), "a quarter, delay 1": (4, 1)}
+WAYS = {
+    "all at once, delay 0": (1, 0),
+    "all at once, delay 1": (1, 1),
+    "a quarter, delay 1": (4, 1),
+    "an eighth, delay 1": (8, 1),
+}
 
 
 def main() -> None:
