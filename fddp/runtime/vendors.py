@@ -21,7 +21,7 @@ VENDORS = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "Intel MPI": ("Intel",)
 LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 COMPILERS = ("mpicc", "mpicc.openmpi", "mpicc.mpich")
 # In what JAX says of an mpi4jax that was built with another jaxlib.
-API = "handler's API version"
+API = "API version"
 # Loading starts no MPI. mpi4jax itself compares the MPI it was built with, and JAX, where it starts, the jaxlib.
 LOAD = """
 import mpi4py
@@ -63,14 +63,14 @@ def import_mpi4jax() -> None:
     """
     try:
         importlib.import_module("mpi4jax")
-        jax.local_devices()  # where JAX starts it compares the jaxlib that mpi4jax was built with
     except (ImportError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and API not in str(error):
+        raise _unfit(error) from None
+    try:
+        jax.local_devices()  # where JAX starts it compares the jaxlib that mpi4jax was built with
+    except RuntimeError as error:
+        if API not in str(error):
             raise  # JAX does not start, and mpi4jax has no part in it
-        raise RuntimeError(
-            f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({str(error).splitlines()[0]}); "
-            "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
-        ) from None
+        raise _unfit(error) from None
 
 
 def launchers(vendor: str | None) -> Iterator[tuple[str, str | None]]:
@@ -122,3 +122,10 @@ def _programs(names: tuple[str, ...]) -> list[str]:
     places = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
     found = (shutil.which(name, path=place) for place in places for name in names)
     return list(dict.fromkeys(path for path in found if path))
+
+
+def _unfit(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({str(error).splitlines()[0]}); "
+        "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
+    )

@@ -223,12 +223,13 @@ class Replica:
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:
     """The bytes of each bucket of a plan, in whatever messages it travels; behind them those of the scalars alone."""
-    of: dict[int, Array] = {}
-    for message, nbytes in zip(plan.messages, sent):
-        bucket = len(plan.buckets) if message.bucket is None else message.bucket
-        # More than 32 bits count is told as the most that they do.
-        of[bucket] = of[bucket] + jnp.minimum(nbytes, jnp.uint32(MOST) - of[bucket]) if bucket in of else nbytes
-    return jnp.stack([of[bucket] for bucket in sorted(of)])
+    of: dict[int, list[int]] = {}
+    for number, message in enumerate(plan.messages):
+        of.setdefault(len(plan.buckets) if message.bucket is None else message.bucket, []).append(number)
+    first, last = (np.array([of[bucket][end] for bucket in sorted(of)]) for end in (0, -1))
+    more = jnp.where(first == last, 0, sent[last])
+    # More than 32 bits count is told as the most that they do.
+    return sent[first] + jnp.minimum(more, jnp.uint32(MOST) - sent[first])
 
 
 def with_trained(params: Any, trained: Any) -> Any:
