@@ -38,9 +38,6 @@ GREETING = re.compile(
 # On a busy machine some ranks start later than others, who say so.
 WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
 
-# What a shell under any MPI's mpiexec does: it becomes a rank, whose output goes to files of its own.
-OWN_FILES = 'rank=${PMI_RANK:-$OMPI_COMM_WORLD_RANK}; exec "$@" >"$0/$rank.out" 2>"$0/$rank.err"'
-
 # (backend, processes) of every kind of job that is tested. Three processes show what powers of two hide.
 QUICK_JOBS = [("mpi", 3), ("gloo", 2)]
 JOBS = [*QUICK_JOBS, ("mpi", 2), ("mpi", 4), ("gloo", 4)]
@@ -125,7 +122,8 @@ def _environment() -> dict[str, str]:
 
 def _start_mpi(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(size)]
-    return [_start([*mpiexec, "sh", "-c", OWN_FILES, str(folder), *command], folder / "mpiexec", env)]
+    files = [f"-outfile-pattern={folder}/%r.out", f"-errfile-pattern={folder}/%r.err"]
+    return [_start([*mpiexec, *files, *command], folder / "mpiexec", env)]
 
 
 def _start_gloo(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
