@@ -17,7 +17,6 @@ from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
-from fddp.buckets.plan import Rows as Rows
 from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.rows import add_rows as add_rows
 from fddp.buckets.rows import flags as flags

@@ -67,13 +67,17 @@ class Bucket:
     """Of its only leaf travel rows with their numbers, and the rest only if there is any; None: all of it travels."""
 
     @property
+    def word(self) -> int:
+        """Bytes of a word of rows: those of a real number of this dtype."""
+        return np.dtype(jnp.finfo(self.dtype).dtype).itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes of what travels."""
         if self.rows is None:
             return self.size * self.dtype.itemsize
-        word = np.dtype(jnp.finfo(self.dtype).dtype).itemsize
         width = self.size // self.rows.of
-        return self.rows.most * (width * self.dtype.itemsize + max(4, word)) + word
+        return self.rows.most * (width * self.dtype.itemsize + max(4, self.word)) + self.word
 
 
 class Message(NamedTuple):

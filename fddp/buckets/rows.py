@@ -113,7 +113,7 @@ def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, "
 
 def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
     """Where in the words of so many replicas each says whether it has something left."""
-    words = bucket.nbytes // np.dtype(jnp.finfo(bucket.dtype).dtype).itemsize
+    words = bucket.nbytes // bucket.word
     return tuple(range(words - 1, replicas * words, words))
 
 

@@ -192,8 +192,8 @@ def tune(
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
 
     def planned(touched: Mapping[int, int]) -> dict[float, BucketPlan]:
-        made = partial(plan_in_rows, params, touched, group.size, order=order, **bucketing)
-        found = different({cap: made(bucket_cap_mb=cap) for cap in caps_mb})
+        plan_of = partial(plan_in_rows, params, touched, group.size, order=order, **bucketing)
+        found = different({cap: plan_of(bucket_cap_mb=cap) for cap in caps_mb})
         exact = finest.plan.carrier.bucket is not None
         return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in found.items()}
 
