@@ -6,7 +6,6 @@ bucket does, if a replica says that it has something left. So the sum is exact h
 Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Kim et al., "Parallax" (EuroSys 2019).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,14 +106,19 @@ def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, "
         return total.at[_numbers(which)].add(values.astype(total.dtype), mode="drop"), None
 
     wide = jnp.promote_types(left.dtype, jnp.float32)
-    total, _ = jax.lax.scan(add, table.astype(wide), words.reshape(-1, numbers + math.prod((*parts, *form)) + 1))
+    total, _ = jax.lax.scan(add, table.astype(wide), words.reshape(-1, _length(bucket)))
     return total.astype(left.dtype).reshape(-1)
 
 
 def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
     """Where in the words of so many replicas each says whether it has something left."""
-    words = bucket.nbytes // bucket.word
+    words = _length(bucket)
     return tuple(range(words - 1, replicas * words, words))
+
+
+def _length(bucket: Bucket) -> int:
+    """How many words one replica sends."""
+    return bucket.nbytes // bucket.word
 
 
 def _bucket_of_rows(i: int, leaf: Leaf, touched: int) -> Bucket | None:
