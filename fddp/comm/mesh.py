@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
@@ -14,6 +15,7 @@ from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.mesh_programs import first_devices, mesh_placement
+from fddp.comm.pieces import GLOO_BYTES, gathered, scattered
 from fddp.comm.placement import REPLICATED, Placement, from_process
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
@@ -73,11 +75,11 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     def clone(count: int) -> tuple[Transport, ...]:
         # Several devices of a process, reached by programs of several threads in different orders, wait for each other.
         turns = min(count, len(processes)) if len(processes) == mesh.size else 1
-        return tuple(_turned(mesh, axis_name, turn) if turn else transport for turn in range(turns))
+        return tuple(_turned(mesh, axis_name, piece, turn) if turn else transport for turn in range(turns))
 
-    placement = mesh_placement(mesh, axis_name)
+    placement, piece = mesh_placement(mesh, axis_name), GLOO_BYTES if platform == "cpu" and len(processes) > 1 else None
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
-    transport, hosts = mesh_transport(placement, communicator), mesh_hosts(mesh)
+    transport, hosts = mesh_transport(placement, communicator, piece), mesh_hosts(mesh)
     places = [processes.index(process) for process in owner]
     return Group(
         rank=processes.index(jax.process_index()),
@@ -101,12 +103,16 @@ def replica_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def mesh_transport(placement: Placement, communicator: Communicator) -> Transport:
+def mesh_transport(
+    placement: Placement, communicator: Communicator, piece: int | None = None, turn: int = 0
+) -> Transport:
     """Collectives between programs that are small programs themselves.
 
     Args:
       placement: from `mesh_placement`.
       communicator: over the same axis.
+      piece: bytes to each replica that are scattered or gathered at once; None: all.
+      turn: by how many places the replicas' order is another: what is gathered comes in the order of turn 0.
 
     Returns:
       The transport.
@@ -125,9 +131,9 @@ def mesh_transport(placement: Placement, communicator: Communicator) -> Transpor
     return Transport(
         all_reduce=blocking(communicator.all_reduce, REPLICATED),
         reduce_scatter=blocking(
-            lambda x: communicator.reduce_scatter(x.reshape(communicator.size, -1)), placement.per_replica
+            lambda x: scattered(communicator, x.reshape(communicator.size, -1), piece), placement.per_replica
         ),
-        all_gather=blocking(lambda x: communicator.all_gather(x).reshape(-1), REPLICATED),
+        all_gather=blocking(lambda x: jnp.roll(gathered(communicator, x, piece), turn, 0).reshape(-1), REPLICATED),
         tree_reduce=lambda x, blocks: in_tree(blocks)(x),
     )
 
@@ -189,7 +195,7 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
     return Hosts(all_gather, broadcast)
 
 
-def _turned(mesh: Mesh, axis_name: str, turn: int) -> Transport:
+def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transport:
     """A transport over the same devices in a cyclically later order.
 
     XLA keeps one Gloo communicator for each order of devices, and on one communicator two sums at once mix, without an
@@ -198,14 +204,17 @@ def _turned(mesh: Mesh, axis_name: str, turn: int) -> Transport:
     ring = Mesh(np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape), mesh.axis_names)
     placement = mesh_placement(ring, axis_name)
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
-    other = mesh_transport(placement, communicator)
+    other = mesh_transport(placement, communicator, piece, turn)
 
     def there(x: jax.Array, home: Mesh, spec: PartitionSpec) -> jax.Array:
         """What this process has of an array, as part of one over the devices in another order."""
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
 
-    own = mesh_transport(mesh_placement(mesh, axis_name), communicator)  # parts have owners, in the mesh's own order
-    return own._replace(
-        all_reduce=lambda x: there(other.all_reduce(there(x, ring, placement.per_replica)), mesh, REPLICATED),
-    )
+    def turned(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: there(collective(there(x, ring, placement.per_replica)), mesh, REPLICATED)
+
+    own = mesh_transport(
+        mesh_placement(mesh, axis_name), communicator, piece
+    )  # parts have owners, in the mesh's own order
+    return own._replace(all_reduce=turned(other.all_reduce), all_gather=turned(other.all_gather))
