@@ -61,7 +61,24 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     )
 
 
-def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
+def half_together(k: int, count: int) -> int:
+    """With which of `count` sums what needs sum k is used: of those that are left half go together.
+
+    Little is to be done when the last one is back, and there are log₂ of `count` programs to compile.
+    """
+    return count - (1 << (count - k).bit_length() - 1)
+
+
+def in_stages(
+    placement: Placement,
+    pieces: Pieces,
+    state: Any,
+    pending: Any,
+    shards: Any,
+    rows: Any,
+    *,
+    used: Callable[[int, int], int] = half_together,
+) -> TaskList:
     """Each round cut where its messages are made, and where those of the round before come back.
 
     Args:
@@ -71,6 +88,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
       pending: likewise.
       shards: likewise.
       rows: likewise.
+      used: (k, count) → with which of so many messages what needs the k-th is used in an update.
 
     Returns:
       The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
@@ -80,6 +98,8 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     names = {word: names_of(word, tree) for word, tree in given.items()}
     tasks, sends, came, held = list[Task](), list[Communicate](), (None, None), list[str]()
 
+    in_turn = partial(_in_turn, used)
+
     def of(words: Sequence[str]) -> list[str]:
         return [name for word in words for name in names[word]]
 
@@ -88,7 +108,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
         read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
         held = names_of(f"kept by {one.name}", kept)
         made = [*_read(following), *held]
-        cutting = _in_turn if sends and one.kind == "update" else _as_made
+        cutting = in_turn if sends and one.kind == "update" else _as_made
         for task in cutting(one, closed, read, before, made, len(sends)):
             tasks += [task, *(send for send in following if send.reads[0] in task.writes)]
         sends, came = following, (_back(following, messages), kept)
@@ -97,7 +117,7 @@ def in_stages(placement: Placement, pieces: Pieces, state: Any, pending: Any, sh
     closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
     there = of(("state", SHARDS))
     read, results = [*there, *_written(sends), *held, BYTES], [*names_of("result", result), *names_of(NEW, new)]
-    tasks += _in_turn(pieces, closed, read, len(there), results, len(sends))
+    tasks += in_turn(pieces, closed, read, len(there), results, len(sends))
 
     treedef = jax.tree.structure((result, new))
     return TaskList(
@@ -121,7 +141,13 @@ def _as_made(
 
 
 def _in_turn(
-    one: Round | Pieces, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
+    used: Callable[[int, int], int],
+    one: Round | Pieces,
+    closed: ClosedJaxpr,
+    given: Sequence[str],
+    before: int,
+    made: Sequence[str],
+    count: int,
 ) -> list[Compute]:
     """What is made of `count` messages that come back one after the other, given from number `before` on, in stages.
 
@@ -131,7 +157,7 @@ def _in_turn(
     back, count = {before + k: k for k in range(count)}, max(1, count)
     back |= {at: count - 1 for at, name in enumerate(given) if name == BYTES}
     alone = bool(collectives(closed))
-    when = [count - 1 if alone else _used(k, count) for k in arrivals(closed, back)]
+    when = [count - 1 if alone else used(k, count) for k in arrivals(closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
     return stages_of(one.name, "update", closed, given, made, groups)
 
@@ -203,14 +229,6 @@ def _handing(stage: Stage, inputs: int) -> Callable[..., Sequence[Any]]:
         return *(value[None] for value in made[:handed]), *made[handed:]
 
     return run
-
-
-def _used(k: int, count: int) -> int:
-    """With which of `count` sums what needs sum k is used: of those that are left half go together.
-
-    Little is to be done when the last one is back, and there are log₂ of `count` programs to compile.
-    """
-    return count - (1 << (count - k).bit_length() - 1)
 
 
 def forms_of(tree: Any) -> Any:

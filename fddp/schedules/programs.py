@@ -123,7 +123,13 @@ def _joined(placement: Placement, name: str, arrays: tuple[Any, ...]) -> Any:
     return placement.together(arrays, placement.per_replica) if name.startswith("message ") else arrays
 
 
-def compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+def compiled(
+    placement: Placement,
+    listed: TaskList,
+    values: Mapping[str, Any],
+    donate: bool,
+    last: Mapping[str, Sequence[str]] | None = None,
+) -> Programs:
     """Programs that are compiled here, before anything is run; equal ones once.
 
     Args:
@@ -131,12 +137,13 @@ def compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], 
       listed: the tasks.
       values: those that are there at first, as all replicas together have them.
       donate: whether a task may use the memory of the state that no later one reads.
+      last: what no later one reads, for each by name; None: as the list has it.
 
     Returns:
       A program for each compute task, by its name.
     """
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
-    last, programs = listed.last_reads, Programs()
+    last, programs = listed.last_reads if last is None else last, Programs()
     # Beside each program the constants that it was made for: while they live no other object has their ids.
     known: dict[Any, tuple[Callable[..., Sequence[Any]], Sequence[Any]]] = {}
 

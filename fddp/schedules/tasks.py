@@ -82,7 +82,12 @@ class TaskList(NamedTuple):
 
 def equal_everywhere(name: str) -> bool:
     """Whether all replicas have the same under this name."""
-    return name.replace("/", " ").split()[0] in EQUAL
+    return first_word(name) in EQUAL
+
+
+def first_word(name: str) -> str:
+    """What a value is: "state" of "state/params/w", "message" of "message 2"."""
+    return name.replace("/", " ").split()[0]
 
 
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:
@@ -106,6 +111,6 @@ def _abridged(names: Sequence[str], most: int = 3) -> str:
     """A few names of each first word, and how many there are."""
     words: dict[str, list[str]] = {}
     for name in names:
-        words.setdefault(name.replace("/", " ").split()[0], []).append(name)
+        words.setdefault(first_word(name), []).append(name)
     shown = [", ".join(some[:most]) + f" … ({len(some)})" * (len(some) > most) for some in words.values()]
     return ", ".join(shown) or "–"

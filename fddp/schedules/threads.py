@@ -53,11 +53,7 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
     prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
-        if without_jit():
-            raise ValueError(
-                "under jax.disable_jit() a loss runs operation by operation, and schedule='staged' has cut it into "
-                "compiled stages: make the step with schedule='after' to look inside."
-            )
+        refuse_without_jit("staged")
         rows = group.placement.place(rows, group.placement.per_replica)
         now = prepare(state, pending, shards, rows)
         values = now.listed.enter(state, pending, shards, rows)
@@ -78,6 +74,15 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
         return *now.listed.leave(values), remembered(done, memory)
 
     return Runner(run, None, lambda: Timeline(tuple(spans), tuple(ran)), make)
+
+
+def refuse_without_jit(schedule: str) -> None:
+    """Says that a schedule of stages cannot run operation by operation."""
+    if without_jit():
+        raise ValueError(
+            f"under jax.disable_jit() a loss runs operation by operation, and schedule={schedule!r} has cut it into "
+            "compiled stages: make the step with schedule='after' to look inside."
+        )
 
 
 def _launch(

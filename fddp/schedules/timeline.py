@@ -3,9 +3,9 @@
 Source: the columns of Li et al. (VLDB 2020), Fig. 6, and of DDP's logging data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from fddp.schedules.tasks import Communicate, Compute, Task
@@ -120,16 +120,22 @@ class Pace(NamedTuple):
     communication: float = 1.0
 
 
-def simulate(tasks: Sequence[Task], seconds: Mapping[str, float], pace: Pace | None = None) -> Timeline:
+def simulate(
+    tasks: Sequence[Task],
+    seconds: Mapping[str, float],
+    pace: Pace | None = None,
+    queue: Callable[[Task], Hashable] = type,
+) -> Timeline:
     """Runs a list of tasks on paper.
 
-    What computes goes in its order on the replica, what communicates in its order on the link, each as soon as what it
-    reads has been written.
+    Tasks of one queue go in their order, each as soon as what it reads has been written: what computes on the replica,
+    what communicates on the link. Several queues of what computes share the replica equally, and so the link.
 
     Args:
       tasks: the list.
       seconds: what each task takes alone, by its name; one without a time takes none.
-      pace: how both slow each other down; None: not at all, the bound of any launcher.
+      pace: how computing and traffic slow each other down; None: not at all, the bound of any launcher.
+      queue: in which queue a task stands.
 
     Returns:
       The step's timeline, from 0.
@@ -144,31 +150,40 @@ def simulate(tasks: Sequence[Task], seconds: Mapping[str, float], pace: Pace | N
       6.0
     """
     pace, spans, clock = pace or Pace(), list[Span](), 0.0
-    computing = [task for task in tasks if isinstance(task, Compute)]
-    queues: tuple[list[Task], list[Task]] = ([*computing], [task for task in tasks if isinstance(task, Communicate)])
+    queues: dict[Hashable, deque[Task]] = {}
+    for task in tasks:
+        queues.setdefault(queue(task), deque()).append(task)
     missing = {name for task in tasks for name in task.writes}
-    since = [0.0, 0.0]
-    left = [seconds.get(queue[0].name, 0.0) if queue else 0.0 for queue in queues]
-    while any(queues):
-        busy = [bool(queue) and missing.isdisjoint(queue[0].reads) for queue in queues]
-        if not any(busy):
-            raise ValueError(f"{' and '.join(queue[0].name for queue in queues if queue)} would wait for ever.")
-        speeds = pace if all(busy) else Pace()
-        ends = [left[side] / speeds[side] if busy[side] else inf for side in (0, 1)]
-        passed = min(ends)
-        for side, queue in enumerate(queues):
-            if not busy[side]:
-                since[side] = clock + passed
-            elif ends[side] > passed:
-                left[side] -= passed * speeds[side]
-            else:
-                task = queue.pop(0)
-                missing.difference_update(task.writes)
-                spans.append(Span(task.kind, task.name, since[side], clock + passed))
-                since[side] = clock + passed
-                left[side] = seconds.get(queue[0].name, 0.0) if queue else 0.0
+    since = dict.fromkeys(queues, 0.0)
+    left = {key: seconds.get(tasks[0].name, 0.0) for key, tasks in queues.items()}
+    while queues:
+        sides = {key: isinstance(queues[key][0], Communicate) for key in queues if _free(queues[key][0], missing)}
+        if not sides:
+            raise ValueError(f"{' and '.join(left[0].name for left in queues.values())} would wait for ever.")
+        shares = Counter(sides.values())
+        speeds = {key: (pace[side] if len(shares) > 1 else 1.0) / shares[side] for key, side in sides.items()}
+        passed = min(left[key] / speed for key, speed in speeds.items())
         clock += passed
+        for key in list(queues):
+            if key not in speeds:
+                since[key] = clock
+            elif left[key] / speeds[key] > passed:
+                left[key] -= passed * speeds[key]
+            else:
+                task = queues[key].popleft()
+                missing.difference_update(task.writes)
+                spans.append(Span(task.kind, task.name, since[key], clock))
+                since[key] = clock
+                if queues[key]:
+                    left[key] = seconds.get(queues[key][0].name, 0.0)
+                else:
+                    del queues[key]
     return Timeline(tuple(spans), tuple(tasks))
+
+
+def _free(task: Task, missing: Set[str]) -> bool:
+    """Whether all that a task reads is there."""
+    return missing.isdisjoint(task.reads)
 
 
 def outline(

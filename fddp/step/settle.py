@@ -19,7 +19,7 @@ from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
 from fddp.optim import LocalState
-from fddp.schedules import Runner, Schedule, after, fused, staged
+from fddp.schedules import Runner, Schedule, after, eager, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
@@ -29,7 +29,7 @@ from fddp.step.shards import check_state
 from fddp.step.state import Mean, TrainState
 from fddp.step.virtual import check_order
 
-SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged}
+SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged, "eager": eager}
 
 # (replica, where the state's arrays lie, state, mean) -> what a call returns; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
@@ -240,7 +240,7 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
             f"the loss has collectives of its own ({', '.join(sorted(own))}), which add in an order of theirs: "
             "virtual_replicas cannot make its bits the same on any number of replicas."
         )
-    if asked == "staged" and own:
+    if asked in ("staged", "eager") and own:
         raise ValueError(
             f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
             "another thread sends would differ between ranks; use schedule='fused'."

@@ -61,6 +61,7 @@ def test_staged_gives_what_fused_gives(group, module):
 # What a feature does is claimed in its own file, under "fused".
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "parts": {"shard": "state"},
     "a hook, averaged buffers and skipped messages": {
         "hook": hooks.quantize(block=4),
         "broadcast_buffers": "mean",
@@ -147,9 +148,8 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("features", FEATURES)
 def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, x64, features):
-    fused, *others = (
-        trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in ("fused", "staged", "after")
-    )
+    schedules = ("fused", "staged", "after", *(("eager",) if features == "parts" else ()))
+    fused, *others = (trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in schedules)
     assert [float(state.opt_state.scale) for state in fused[1::2]] == [4, 2, 2, 2], "one step overflows"
     used = [{name: int(info.used[name]) for name in ("left", "right", "never")} for info in fused[2::2]]
     assert used[0] == {"left": 2, "right": 1, "never": 0} and used[2] == {"left": 0, "right": 0, "never": 0}
@@ -317,7 +317,7 @@ def test_a_schedule_may_be_a_function_of_the_users_own(group):
         assert "schedule=noted" in repr(fddp.Options(schedule=schedule))
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0)
     jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, ends[0])
-    with pytest.raises(ValueError, match="schedule must be one of auto, fused, staged, after, got 3"):
+    with pytest.raises(ValueError, match="schedule must be one of auto, fused, staged, eager, after, got 3"):
         fddp.train_step(loss, optax.sgd(0.1), schedule=3)
 
 

@@ -403,7 +403,14 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     for _ in range(3):
         updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
         expected = optax.apply_updates(expected, updates)
-    for schedule, shard in (("fused", "optimizer"), ("staged", "optimizer"), ("staged", "state"), ("fused", "state")):
+    ways = (
+        ("fused", "optimizer"),
+        ("staged", "optimizer"),
+        ("staged", "state"),
+        ("fused", "state"),
+        ("eager", "state"),
+    )
+    for schedule, shard in ways:
         options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
         step = fddp.train_step(loss, optimizer, group=group, **options)
         state = step.init(params)
@@ -417,6 +424,38 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         ):
             np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
         assert same_on_all_ranks(group, (whole.params, whole.opt_state))
+
+
+@claim()
+def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: fddp.Group):
+    """Gathers of the next step lie beside whatever a loop does: its results are right, and so is the training."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params = [np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)]
+    batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
+    large, ended = np.full(2**16, group.rank + 1.0, np.float32), []
+    for schedule in ("staged", "eager"):
+        step = fddp.train_step(
+            loss, optax.sgd(0.05, momentum=0.9), group=group, schedule=schedule, shard="state", bucket_cap_mb=0
+        )
+        state = step.init(params)
+        for number in range(8):
+            state, info = step(state, batch[group.rank])
+            total = group.all_reduce(large)
+            assert np.all(total == sum(range(1, group.size + 1)))
+            if number % 2:
+                assert same_on_all_ranks(group, fddp.whole(state.params, group=group))
+            if number == 4:
+                state, _ = step.no_sync(state, batch[group.rank])
+            if number == 6:
+                state = jax.tree.map(jnp.copy, state)
+            assert np.isfinite(fddp.evaluate(loss, state, [batch[group.rank]], group=group))
+        ended.append((fddp.whole(state.params, group=group), info.loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ended)
 
 
 @claim(quick=("mpi",))

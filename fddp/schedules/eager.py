@@ -1,0 +1,239 @@
+"""Gathers under the next forward pass: what a step will need of the new parameters leaves before the step is called.
+
+Between two calls the parameters rest in shards, which are all of the truth: what gathers have brought, or are still
+bringing, belongs to those very shards, and a step that is given others gathers anew. So nothing that a user can hold is
+ever stale, and an error between two steps loses nothing.
+
+Source: DeAR (Zhang et al., ICDCS 2023); `overlap_param_gather` in Megatron-LM, which trains on stale weights where its
+buckets are not in the order of first use (Megatron-LM#950).
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from math import inf
+from operator import is_
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+
+from fddp.comm import Group, Placement, Recovery
+from fddp.hooks import Memory
+from fddp.jax_internals import asked_for, with_configuration
+from fddp.schedules.ahead import AHEAD, NEXT, Turned, kept_last, new, queue_of, turned
+from fddp.schedules.lists import in_stages
+from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.programs import Prepared, Programs, compiled, preparing
+from fddp.schedules.queues import Do, Queues
+from fddp.schedules.send import Sent, bytes_of, sending
+from fddp.schedules.tasks import BYTES, Task, TaskList
+from fddp.schedules.threads import refuse_without_jit
+from fddp.schedules.timeline import Span, Timeline
+
+
+def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Stages beside scatters, and updates and gathers beside both, each as soon as it can be: for `shard="state"`.
+
+    Gradients leave in one order on one thread; gathers in another order on a thread and a communicator of their own,
+    which a step leaves behind. Where a process has several devices nothing is under way between two steps.
+
+    Args:
+      group: the replicas.
+      pieces: the step; it opens with gathers.
+      donate: whether updates may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
+    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k)
+    prepare, known = preparing(group, make, _programs, donate), dict[int, Turned]()
+    # What leaves between two steps is no message of a step that may be tried again.
+    lane = replace(group, transport=group.clone(2)[-1], recovery=Recovery(lambda place, seconds: False))
+    crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions))
+
+    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
+        refuse_without_jit("eager")
+        rows = group.placement.place(rows, group.placement.per_replica)
+        now = prepare(state, pending, shards, rows)
+        if id(now) not in known:
+            known[id(now)] = turned(now.listed)
+        values = crossing.step(now, known[id(now)], now.listed.enter(state, pending, shards, rows))
+        return *now.listed.leave(values), memory
+
+    def tasks(*arguments: Any) -> TaskList:
+        listed = make(*arguments)
+        parts = turned(listed)
+        return listed._replace(tasks=(*parts.body, *parts.closing))
+
+    return Runner(run, None, crossing.timeline, tasks)
+
+
+class Ahead(NamedTuple):
+    """What is under way for the next step."""
+
+    of: tuple[Any, ...]
+    """The shards that it is made of."""
+    brought: dict[str, Future[Any]]
+    """What the gathers bring, under the names that the next step knows."""
+    sent: dict[str, Sent]
+    """The gathers that are over, by name."""
+    job: Future[None]
+    """The thread that sends them."""
+
+
+class Crossing:
+    """Steps of which one begins while the one before it ends."""
+
+    def __init__(self, group: Group, gather: Callable[..., Sent]) -> None:
+        """Args:
+        group: the replicas.
+        gather: sends the k-th gather, beside other messages.
+        """
+        self._group, self._gather = group, gather
+        self._ahead: Ahead | None = None
+        self._spans, self._flights, self._window = list[Span](), dict[float, Span](), (0.0, 0.0)
+        # Several devices of a process, reached by two threads in different orders, would wait for each other.
+        self._beside = group.processes == group.size
+
+    def step(self, now: Prepared, parts: Turned, values: dict[str, Any]) -> dict[str, Any]:
+        """Runs a step.
+
+        Args:
+          now: its programs.
+          parts: its tasks.
+          values: those that are there at first; they are taken over.
+
+        Returns:
+          Its result and the new shards, by name.
+        """
+        begin, self._spans = perf_counter(), []
+        self._flights = {start: span for start, span in self._flights.items() if span.end > begin}
+        of = tuple(values[name] for name in parts.given)
+        here, crosses = self._left(of)
+        here = here or self._open(now, parts, values, of)
+        tasks = *parts.body, *(parts.closing if crosses else parts.updates)
+        brought = [name + NEXT for name in parts.brought] if crosses else []
+        queues, leaves = Queues(tasks, values | here.brought, [*parts.results, *brought]), dict[str, Sent]()
+        values.clear()
+        here.brought.clear()
+        sends, (compute, idle) = self._sending(now, here, leaves), self._computing(now)
+        # What is on its way may lie in the memory of the shards that an update writes to.
+        jobs = self._start(queues, tasks, sends, self._updating(now, after=here.job))
+        try:
+            queues.work([task for task in tasks if task.kind == "compute"], compute, idle)
+            for name in ("update", "communication"):
+                jobs[name].result()
+        except BaseException:
+            wait(jobs.values())
+            raise
+        result = {name: queues.kept[name].result() for name in parts.results}
+        if crosses:
+            promised = {name: queues.kept[name + NEXT] for name in parts.brought}
+            self._ahead = Ahead(tuple(result[new(name)] for name in parts.given), promised, leaves, jobs[AHEAD])
+        self._window = begin, perf_counter()
+        return result
+
+    def timeline(self) -> Timeline:
+        """What was computed and sent during the last step: of gathers what lay between its begin and its end."""
+        begin, end = self._window
+        flights = [
+            replace(span, start=max(begin, span.start), end=min(end, span.end))
+            for span in self._flights.values()
+            if span.start < end
+        ]
+        return Timeline((*self._spans, *flights))
+
+    def _left(self, of: Sequence[Any]) -> tuple[Ahead | None, bool]:
+        """What the step before left for these very shards; and whether this one is to leave something.
+
+        After a state that was not its own a step leaves nothing: it might again be for nobody.
+        """
+        here, self._ahead = self._ahead, None
+        if here is None or all(map(is_, here.of, of)):
+            return here, True
+        wait([here.job])
+        return None, False
+
+    def _open(self, now: Prepared, parts: Turned, values: Mapping[str, Any], of: tuple[Any, ...]) -> Ahead:
+        """Gathers what no step before did."""
+        queues, sent = Queues(parts.opening, values, parts.brought), dict[str, Sent]()
+        jobs = self._start(queues, parts.opening, self._sending(now, None, sent), self._updating(now))
+        return Ahead(of, queues.kept, sent, jobs[AHEAD if self._beside else "communication"])
+
+    def _start(self, queues: Queues, tasks: Sequence[Task], send: Do, update: Do) -> dict[str, Future[None]]:
+        """Does all tasks but stages, each queue on a thread of its own, which ends with it."""
+        work, threads = with_configuration(queues.work), ThreadPoolExecutor(3, thread_name_prefix="fddp-queue")
+        own: dict[str, list[Task]] = {"update": [], "communication": [], AHEAD: []}
+        for task in tasks:
+            if task.kind != "compute":
+                own[queue_of(task) if self._beside else task.kind].append(task)
+        jobs = {name: threads.submit(work, queue, update if name == "update" else send) for name, queue in own.items()}
+        threads.shutdown(wait=False)
+        return jobs
+
+    def _computing(self, now: Prepared) -> tuple[Do, Callable[[], None]]:
+        """Does a stage while the one before it runs, so that the core never waits for Python; and waits for both."""
+        launched, clock = deque[tuple[Task, Sequence[Any], float]](), perf_counter()
+
+        def wait_for(most: int) -> None:
+            nonlocal clock
+            while len(launched) > most:
+                task, made, since = launched.popleft()
+                jax.block_until_ready(made)
+                self._spans.append(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            since = perf_counter()
+            self._group.journal.say(task.name)
+            made = now.programs[task.name](*read)
+            launched.append((task, made, since))
+            wait_for(1)
+            return made
+
+        return do, partial(wait_for, 0)
+
+    def _updating(self, now: Prepared, after: Future[None] | None = None) -> Do:
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            if after:
+                after.result()
+            start = perf_counter()
+            with asked_for():  # a collective of MPI takes a token along, which is new in each thread
+                made = jax.block_until_ready(now.programs[task.name](*read))
+            self._spans.append(Span(task.kind, task.name, start, perf_counter()))
+            return made
+
+        return do
+
+    def _sending(self, now: Prepared, here: Ahead | None, leaves: dict[str, Sent]) -> Do:
+        """Sends messages; the bytes that a step tells are those of the gathers that came, not of those that leave."""
+        numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            message, *asked = jax.block_until_ready(read)
+            start, ahead = perf_counter(), queue_of(task) == AHEAD
+            if ahead:
+                self._flights[start] = Span("communication", task.name, start, inf)
+            send = self._gather if ahead else now.send
+            one = send(numbers[task.name], (), lambda: asked[0], message)
+            if ahead:
+                leaves[task.name], self._flights[start] = one, one.span
+            else:
+                sent[task.name] = one
+                self._spans.append(one.span)
+            return one.total, *([told()] if BYTES in task.writes else [])
+
+        def told() -> Any:
+            if here:
+                here.job.result()
+                sent.update(here.sent)
+            return bytes_of(self._group, [sent[name] for name in numbers])
+
+        return do
+
+
+def _programs(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    """Stages may use no memory that an update on another thread still reads, nor the other way round."""
+    return compiled(placement, listed, values, donate, kept_last(listed))

@@ -1,0 +1,72 @@
+"""Tasks in several queues, each done in its order by a thread of its own; what they hand to each other is promised."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any, TypeAlias
+
+from fddp.schedules.tasks import Task
+
+# What does a task: (task, values that it reads) → values that it writes.
+Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
+
+
+class Queues:
+    """Tasks that wait for each other across threads."""
+
+    def __init__(self, tasks: Sequence[Task], values: Mapping[str, Any], kept: Iterable[str]) -> None:
+        """Promises all that is read or kept.
+
+        Args:
+          tasks: of all queues.
+          values: those that are there at first, or futures of them.
+          kept: names of values that are wanted in the end; a value that is not is let go of when its last reader has
+            it, so that its memory can be used again.
+        """
+        self.kept = {name: Future[Any]() for name in kept}
+        self._readers, self._lock = Counter(name for task in tasks for name in task.reads), Lock()
+        written = {name for task in tasks for name in task.writes}
+        read = {name: self.kept.get(name) or Future[Any]() for name in written & self._readers.keys()}
+        self._there: dict[str, Any] = {**values, **self.kept, **read}
+
+    def work(self, queue: Sequence[Task], do: Do, idle: Callable[[], None] = lambda: None) -> None:
+        """Does the tasks of a queue; an error breaks the promises of what is left of it, so that nobody waits for them.
+
+        Args:
+          queue: in order.
+          do: does a task.
+          idle: is called before a task has to be waited for, and at the end.
+        """
+        done = 0
+        try:
+            for task in queue:
+                self._keep(task, do(task, self._take(task, idle)))
+                done += 1
+            idle()
+        except BaseException as error:
+            for name in (name for task in queue[done:] for name in task.writes):
+                if promise := self._promised(name):
+                    promise.set_exception(error)
+            raise
+
+    def _take(self, task: Task, idle: Callable[[], None]) -> list[Any]:
+        there = [self._there[name] for name in task.reads]
+        if not all(x.done() for x in there if isinstance(x, Future)):
+            idle()
+        read = [x.result() if isinstance(x, Future) else x for x in there]
+        with self._lock:
+            self._readers.subtract(task.reads)
+            for name in task.reads:
+                if not self._readers[name]:
+                    self._there.pop(name, None)
+        return read
+
+    def _keep(self, task: Task, made: Sequence[Any]) -> None:
+        for name, value in zip(task.writes, made, strict=True):
+            if promise := self._promised(name):
+                promise.set_result(value)
+
+    def _promised(self, name: str) -> "Future[Any] | None":
+        promise = self._there.get(name)
+        return promise if isinstance(promise, Future) and not promise.done() else None
