@@ -5,6 +5,7 @@ The mathematics is the pieces' own. Here are also the spans of a step that ran, 
 jaxpr, buckets, comm and hooks.
 """
 
+from fddp.schedules.ahead import steady_seconds as steady_seconds
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.in_order import after as after
 from fddp.schedules.in_order import in_order as in_order

@@ -9,7 +9,7 @@ Source: DeAR (Zhang et al., ICDCS 2023), whose gathers wait for the last scatter
 and PACE (Bao et al., INFOCOM 2020) for the order.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from fddp.schedules.timeline import simulate
 STRIDE = 3
 AHEAD = "ahead"  # the queue of gathers
 NEXT = ", next"  # how a step calls what the next one is given
+RESULTS = (NEW, "result")
 STEPS = 4  # on paper: the last of them is as all that follow
 
 
@@ -36,6 +37,11 @@ class Turned(NamedTuple):
     """The updates again, each with the packing that it allows behind it, and the gathers of the next step."""
 
     @property
+    def tasks(self) -> tuple[Task, ...]:
+        """A step that is given what the gathers before it brought."""
+        return *self.body, *self.closing
+
+    @property
     def given(self) -> tuple[str, ...]:
         """The shards that the opening reads."""
         return tuple(sorted({name for task in self.opening for name in task.reads} - _written(self.opening)))
@@ -43,7 +49,7 @@ class Turned(NamedTuple):
     @property
     def results(self) -> tuple[str, ...]:
         """What a step returns."""
-        return tuple(name for name in _written(self.updates) if first_word(name) in (NEW, "result"))
+        return tuple(name for name in _written(self.updates) if first_word(name) in RESULTS)
 
     @property
     def brought(self) -> tuple[str, ...]:
@@ -85,28 +91,31 @@ def turned(listed: TaskList) -> Turned:
     return Turned(opening, body, updates, tuple(closing))
 
 
-def steady_seconds(parts: Turned, seconds: Mapping[str, float]) -> float:
+def steady_seconds(tasks: Sequence[Task], seconds: Mapping[str, float]) -> float:
     """How long a step takes after many like it, on paper: see `simulate`.
 
     Args:
-      parts: the list.
-      seconds: what each task takes, by its name.
+      tasks: of a step that sends ahead.
+      seconds: what each takes, by its name.
 
     Returns:
       Seconds between the ends of the updates of two steps.
     """
-    tasks, took = list[Task](), dict[str, float]()
+    written = [name for task in tasks for name in task.writes]
+    brought = {name.removesuffix(NEXT) for name in written if name.endswith(NEXT)}
+    results = {name for name in written if first_word(name) in RESULTS}
+    several, took, ends = list[Task](), dict[str, float](), list[str]()
     for step in range(STEPS):
-        for place, task in enumerate((*parts.body, *parts.closing)):
-            reads = [_at(step - 1, name + NEXT) if name in parts.brought else _at(step, name) for name in task.reads]
+        for place, task in enumerate(tasks):
+            reads = [_at(step - 1, name + NEXT) if name in brought else _at(step, name) for name in task.reads]
             # Python returns when all is updated.
-            reads += [_at(step - 1, name) for name in parts.results] if place == 0 and step else []
+            reads += [_at(step - 1, name) for name in results] if place == 0 and step else []
             writes = tuple(_at(step, name) for name in task.writes)
-            tasks.append(task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes))
-            took[tasks[-1].name] = seconds.get(task.name, 0.0)
-    ended = {span.name: span.end for span in simulate(tasks, took, queue=queue_of).spans}
-    before, last = (ended[_at(step, parts.updates[-1].name)] for step in (STEPS - 2, STEPS - 1))
-    return last - before
+            several.append(task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes))
+            took[several[-1].name] = seconds.get(task.name, 0.0)
+        ends.append(_at(step, [task.name for task in tasks if not results.isdisjoint(task.writes)][-1]))
+    ended = {span.name: span.end for span in simulate(several, took, queue=queue_of).spans}
+    return ended[ends[-1]] - ended[ends[-2]]
 
 
 def queue_of(task: Task) -> str:

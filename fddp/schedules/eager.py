@@ -65,8 +65,7 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     def tasks(*arguments: Any) -> TaskList:
         listed = make(*arguments)
-        parts = turned(listed)
-        return listed._replace(tasks=(*parts.body, *parts.closing))
+        return listed._replace(tasks=turned(listed).tasks)
 
     return Runner(run, None, crossing.timeline, tasks)
 
@@ -114,7 +113,7 @@ class Crossing:
         of = tuple(values[name] for name in parts.given)
         here, crosses = self._left(of)
         here = here or self._open(now, parts, values, of)
-        tasks = *parts.body, *(parts.closing if crosses else parts.updates)
+        tasks = parts.tasks if crosses else (*parts.body, *parts.updates)
         brought = [name + NEXT for name in parts.brought] if crosses else []
         queues, leaves = Queues(tasks, values | here.brought, [*parts.results, *brought]), dict[str, Sent]()
         values.clear()

@@ -60,7 +60,7 @@ def test_every_third_bucket_is_gathered_as_soon_as_it_is_updated_and_the_others_
 
 
 def test_with_one_bucket_nothing_overlaps_and_a_step_takes_the_sum_of_its_tasks():
-    assert steady_seconds(layers(1), seconds(1, 1.0, 2.0, 3.0)) == pytest.approx(6.0)
+    assert steady_seconds(layers(1).tasks, seconds(1, 1.0, 2.0, 3.0)) == pytest.approx(6.0)
 
 
 def test_a_gather_lies_under_the_next_forward_pass_and_a_scatter_under_this_backward_pass():
@@ -69,7 +69,7 @@ def test_a_gather_lies_under_the_next_forward_pass_and_a_scatter_under_this_back
     Backward of layer 1 ends at 4, of layer 0 at 6; scatter 0 ends at 7, with its update, and gather 0 at 8: gather 1,
     every third, was over at 6. Then the next forward pass may begin: 8 seconds after this one began.
     """
-    assert steady_seconds(layers(2), seconds(2, 2.0, 4.0, 4.0)) == pytest.approx(8.0)
+    assert steady_seconds(layers(2).tasks, seconds(2, 2.0, 4.0, 4.0)) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_gather_lies_under_the_next_forward_pass_and_a_scatter_under_this_back
     [(132, 306, 280, 8, 473), (83, 193, 279, 8, 328), (197, 278, 390, 7, 532), (130, 260, 318, 18, 411)],
 )
 def test_the_order_of_gathers_is_within_two_percent_of_the_best_that_was_found(forward, backward, traffic, n, best):
-    took = steady_seconds(layers(n), seconds(n, forward, backward, traffic))
+    took = steady_seconds(layers(n).tasks, seconds(n, forward, backward, traffic))
     assert 0.99 * best <= took <= 1.02 * best
 
 
