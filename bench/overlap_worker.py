@@ -62,6 +62,7 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
     return {
         "fddp staged (MPI)": _fddp(task, group, "staged", cap_mb),
         "fddp after (MPI)": _fddp(task, group, "after", cap_mb),
+        "fddp eager (MPI)": _fddp(task, group, "eager", cap_mb, shard="state"),
         "alone, staged (MPI)": _fddp(task, alone, "staged", cap_mb),
         "mpi4jax per leaf": _by_hand(
             task, group.size, lambda f: jax.jit(f, donate_argnums=0), partial(mpi4jax.allreduce, op=MPI.SUM)
@@ -77,6 +78,7 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
     return {
         "fddp staged (Gloo)": _fddp(task, group, "staged", cap_mb),
         "fddp after (Gloo)": _fddp(task, group, "after", cap_mb),
+        "fddp eager (Gloo)": _fddp(task, group, "eager", cap_mb, shard="state"),
         "alone, staged (Gloo)": _fddp(task, alone, "staged", cap_mb),
         "alone, one program": _fddp(task, alone, "fused", cap_mb),
         "shard_map, psum per leaf": _by_hand(
@@ -94,7 +96,7 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
     }
 
 
-def _fddp(task: Problem, group: fddp.Group, schedule: str, cap_mb: float) -> tuple[Step, Any]:
+def _fddp(task: Problem, group: fddp.Group, schedule: str, cap_mb: float, **options: Any) -> tuple[Step, Any]:
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,
@@ -104,6 +106,7 @@ def _fddp(task: Problem, group: fddp.Group, schedule: str, cap_mb: float) -> tup
         bucket_cap_mb=cap_mb,
         last_bucket_mb=cap_mb,
         first_bucket_mb=cap_mb,
+        **options,
     )
     state = step.init(task.params, model_state=task.model_state)
 

@@ -2,8 +2,9 @@
 
     sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, AdamW. Steps of whole and of shared state take turns.
-Memory is counted from the arrays that a state holds, on rank 0.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, AdamW. Whole and shared state take turns of four
+steps, the first of which finds traffic of another training under way and does not count. Memory is counted from the
+arrays that a state holds, on rank 0.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), stage 1.
 """
@@ -12,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,14 @@ from bench.problems import Problem, problem
 from bench.record import ratio, save, summary
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
+from fddp.schedules import steady_seconds
 
+STEPS = 4  # of a turn
 WAYS: dict[str, dict[str, Any]] = {
     "whole, staged": {"schedule": "staged"},
     "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
     "state, staged": {"schedule": "staged", "shard": "state"},
+    "state, eager": {"schedule": "eager", "shard": "state"},
     "whole, after": {"schedule": "after"},
     "optimizer, after": {"schedule": "after", "shard": "optimizer"},
     "state, after": {"schedule": "after", "shard": "state"},
@@ -43,25 +48,28 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    parser.add_argument("--cap", type=float, default=4.0, help="of all buckets, MiB")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--name", default="sharding", help="of the file in bench/results")
+    parser.add_argument("--quick", action="store_true", help="two rounds, nothing is saved")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
     args = parser.parse_args()
-    rounds = 3 if args.quick else args.rounds
+    rounds = 2 if args.quick else args.rounds
     if args.rank:
         backend, name, path = args.rank
-        return one_host(backend, name, path, rounds)
+        return one_host(backend, name, path, rounds, args.cap)
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            words = [sys.executable, __file__, "--rounds", str(rounds), "--rank", backend, name]
+            words = [sys.executable, __file__, "--rounds", str(rounds), "--cap", str(args.cap), "--rank", backend, name]
             results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
             for way, told in found.items():
                 times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
+                bound = f", bound {told['bound_ms']:.1f} ms" if "bound_ms" in told else ""
                 memory = f"optimizer {told['optimizer_mib']:.1f} MiB, parameters {told['parameters_mib']:.1f} MiB"
-                print(f"{name}, {backend}, {way:17} {times}; {memory}")
+                print(f"{name}, {backend}, {way:17} {times}{bound}; {memory}")
     if not args.quick:
-        print(save("sharding", results))
+        print(save(args.name, results))
     return None
 
 
@@ -69,26 +77,29 @@ def _with_path(words: list[str], path: str) -> list[str]:
     return [*words, path]
 
 
-def one_host(backend: str, name: str, path: str, rounds: int) -> None:
+def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> None:
     """One host's part."""
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
-    ways = {way: Training(task, group, **options) for way, options in WAYS.items()}
+    ways = {way: Training(task, group, cap_mb, **options) for way, options in WAYS.items()}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(-2, rounds):
         for way, training in ways.items():
             group.barrier()
-            took = training.step_seconds()
-            seconds[way] += [took] if turn >= 0 else []
+            # What the first step finds under way is of another training.
+            took = [training.step_seconds() for _ in range(STEPS)][1:]
+            seconds[way] += took if turn >= 0 else []
+    bounds = {way: group.all_reduce(np.array(ways[way].bound()), op="max") for way in ways if way.endswith("eager")}
     slower = {way: group.all_reduce(np.array(some), op="max") for way, some in seconds.items()}
     if group.rank == 0:
         said = {
             way: {
                 "step": summary(slower[way]),
-                "to_whole": ratio(slower[way], slower[f"whole, {way.split(', ')[1]}"]),
+                "to_whole": ratio(slower[way], slower["whole, after" if way.endswith("after") else "whole, staged"]),
                 "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(held(training.state.params) / MiB, 2),
                 "sent_mib": round(int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2),
+                **({"bound_ms": round(1e3 * float(bounds[way]), 1)} if way in bounds else {}),
             }
             for way, training in ways.items()
         }
@@ -98,8 +109,10 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
 class Training:
     """A training that takes a step when it is asked to."""
 
-    def __init__(self, task: Problem, group: fddp.Group, **options: Any) -> None:
-        self.step = fddp.train_step(task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **options)
+    def __init__(self, task: Problem, group: fddp.Group, cap_mb: float, **options: Any) -> None:
+        caps = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"), cap_mb)
+        self.step = fddp.train_step(task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options)
+        self.seconds = defaultdict[str, list[float]](list)
         self.state, self.batch = self.step.init(task.params, model_state=task.model_state), task.batch
         self.state, self.info = self.step(self.state, self.batch)
 
@@ -107,7 +120,25 @@ class Training:
         """Takes a step and waits for its end."""
         begin = time.perf_counter()
         self.state, self.info = jax.block_until_ready(self.step(self.state, self.batch))
-        return time.perf_counter() - begin
+        took = time.perf_counter() - begin
+        for span in self.step.timeline().spans:
+            self.seconds[span.name].append(span.seconds)
+        return took
+
+    def bound(self) -> float:
+        """Seconds of a step on paper, if it sends ahead: stages and updates as long as beside traffic, messages alone.
+
+        A gather is as long as the scatter of its bucket, which has the same bytes.
+        """
+        tasks = self.step.tasks(self.state, self.batch).tasks
+        alone = {name: min(some) for name, some in self.seconds.items()}
+        took = {
+            task.name: alone[task.name.replace("gather", "bucket")]
+            if task.kind == "communication"
+            else float(np.median(self.seconds[task.name]))
+            for task in tasks
+        }
+        return steady_seconds(tasks, took)
 
 
 def held(tree: Any) -> int:
