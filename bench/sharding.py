@@ -126,16 +126,16 @@ class Training:
         return took
 
     def bound(self) -> float:
-        """Seconds of a step on paper, if it sends ahead: stages and updates as long as beside traffic, messages alone.
+        """Seconds of a step on paper, if it sends ahead: stages as long as beside traffic, all else as long as alone.
 
         A gather is as long as the scatter of its bucket, which has the same bytes.
         """
         tasks = self.step.tasks(self.state, self.batch).tasks
         alone = {name: min(some) for name, some in self.seconds.items()}
         took = {
-            task.name: alone[task.name.replace("gather", "bucket")]
-            if task.kind == "communication"
-            else float(np.median(self.seconds[task.name]))
+            task.name: float(np.median(self.seconds[task.name]))
+            if task.kind == "compute"
+            else alone[task.name.replace("gather", "bucket")]
             for task in tasks
         }
         return steady_seconds(tasks, took)
