@@ -65,9 +65,9 @@ def main() -> None:
             results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
             for way, told in found.items():
                 times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
-                bound = f", bound {told['bound_ms']:.1f} ms" if "bound_ms" in told else ""
+                paper = f", on paper {told['on_paper_ms']:.1f} ms" if "on_paper_ms" in told else ""
                 memory = f"optimizer {told['optimizer_mib']:.1f} MiB, parameters {told['parameters_mib']:.1f} MiB"
-                print(f"{name}, {backend}, {way:17} {times}{bound}; {memory}")
+                print(f"{name}, {backend}, {way:17} {times}{paper}; {memory}")
     if not args.quick:
         print(save(args.name, results))
     return None
@@ -89,7 +89,9 @@ def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> 
             # What the first step finds under way is of another training.
             took = [training.step_seconds() for _ in range(STEPS)][1:]
             seconds[way] += took if turn >= 0 else []
-    bounds = {way: group.all_reduce(np.array(ways[way].bound()), op="max") for way in ways if way.endswith("eager")}
+    on_paper = {
+        way: group.all_reduce(np.array(ways[way].on_paper()), op="max") for way in ways if way.endswith("eager")
+    }
     slower = {way: group.all_reduce(np.array(some), op="max") for way, some in seconds.items()}
     if group.rank == 0:
         said = {
@@ -99,7 +101,7 @@ def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> 
                 "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(held(training.state.params) / MiB, 2),
                 "sent_mib": round(int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2),
-                **({"bound_ms": round(1e3 * float(bounds[way]), 1)} if way in bounds else {}),
+                **({"on_paper_ms": round(1e3 * float(on_paper[way]), 1)} if way in on_paper else {}),
             }
             for way, training in ways.items()
         }
@@ -125,7 +127,7 @@ class Training:
             self.seconds[span.name].append(span.seconds)
         return took
 
-    def bound(self) -> float:
+    def on_paper(self) -> float:
         """Seconds of a step on paper, if it sends ahead: stages as long as beside traffic, all else as long as alone.
 
         A gather is as long as the scatter of its bucket, which has the same bytes.
