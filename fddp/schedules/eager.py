@@ -93,6 +93,7 @@ class Crossing:
         """
         self._group, self._gather = group, gather
         self._ahead: Ahead | None = None
+        # Gathers write down their times while a step looks: `list` of a dict is made at once.
         self._spans, self._flights, self._window = list[Span](), dict[float, Span](), (0.0, 0.0)
         # Several devices of a process, reached by two threads in different orders, would wait for each other.
         self._beside = group.processes == group.size
@@ -109,7 +110,8 @@ class Crossing:
           Its result and the new shards, by name.
         """
         begin, self._spans = perf_counter(), []
-        self._flights = {start: span for start, span in self._flights.items() if span.end > begin}
+        for start in [start for start, span in list(self._flights.items()) if span.end <= begin]:
+            del self._flights[start]
         of = tuple(values[name] for name in parts.given)
         here, crosses = self._left(of)
         here = here or self._open(now, parts, values, of)
@@ -140,7 +142,7 @@ class Crossing:
         begin, end = self._window
         flights = [
             replace(span, start=max(begin, span.start), end=min(end, span.end))
-            for span in self._flights.values()
+            for span in list(self._flights.values())
             if span.start < end
         ]
         return Timeline((*self._spans, *flights))
