@@ -120,6 +120,25 @@ def test_while_a_bucket_is_scattered_products_are_computed_and_parameters_are_ga
 
 
 @aot
+@pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=slow)])
+def test_parameters_in_shards_are_gathered_under_the_layers_before_and_their_gradients_scattered(name, target):
+    """No sum comes back whole but that of loss and metrics."""
+    module, model, rows, options = MODELS[name]
+    audit = look(workload(module, model, rows * 8), target, shard="state", **options)
+    assert audit.carries == audit.messages and audit.problems() == ()
+    kinds = [collective.kind for collective in audit.collectives]
+    count = len(audit.plan.buckets)
+    assert kinds == ["all-gather"] * count + ["reduce-scatter"] * count + ["all-reduce"]
+    gathers, scatters = audit.collectives[:count], audit.collectives[count:-1]
+    assert all(collective.asynchronous for collective in (*gathers, *scatters))
+    # What the first layer needs has no layer before it: BERT's three embeddings, the GPT's one.
+    first = {"gpt": 1, "bert": 3}[name]
+    assert all(collective.heavy > 0 for collective in gathers[first:])
+    assert all(collective.heavy > 0 for collective in scatters[:-first])
+
+
+@aot
 def test_the_operations_of_a_program_are_those_that_a_person_counts():
     audit = audited("mlp", "h100:8")
     # Eight layers forwards, eight gradients of kernels, seven of inputs.
