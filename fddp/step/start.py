@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
@@ -18,6 +19,7 @@ from fddp.optim import Optimizer, check_needs, optimizer_laid_out
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.replica import Replica, with_trained
 from fddp.step.shards import check_shards, forms_in_shards, in_shards
+from fddp.step.state import TrainState
 
 
 def equal_start(group: Group, tree: Any) -> Any:
@@ -38,18 +40,42 @@ def equal_start(group: Group, tree: Any) -> Any:
     return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
 
 
-def first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
-    """What a step holds at first, on the group's devices.
+def first_state(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> TrainState:
+    """The state that a step begins with, on the group's devices.
 
     Args:
       replica: what one replica does.
       optimizer: of the step.
       params: whole, equal on all replicas.
       model_state: likewise.
+      rng: likewise.
 
     Returns:
-      The parameters, the optimizer's state and the buffers.
+      The state; each replica has made its own parts of it.
     """
+    placement = replica.group.placement
+    held, opt_state, buffers = _first_held(replica, optimizer, params, model_state)
+    hook_state = placement.program(replica.remembered, (REPLICATED,), placement.per_replica)(params)
+    number = placement.place(np.zeros((), np.int32), REPLICATED)
+    return TrainState(number, held, opt_state, buffers, hook_state, None, rng)
+
+
+def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> TrainState:
+    """The form of what `first_state` makes, of arrays or their forms; nothing is computed."""
+
+    def first(params: Any, model_state: Any, rng: Any) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
+
+    state = jax.eval_shape(first, params, model_state, rng)
+    trained = replica.trained(state.params)
+    opt_state = jax.eval_shape(optimizer.init, trained)
+    held, opt_state, buffers = forms_in_shards(replica, trained, opt_state, state.model_state)
+    held, memory = with_trained(state.params, held), replica.memory_form(params)
+    return state._replace(params=held, opt_state=opt_state, model_state=buffers, hook_state=memory)
+
+
+def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
+    """The parameters, the optimizer's state and the buffers."""
     placement, trained = replica.group.placement, replica.trained(params)
     where = specs(placement, trained)
 
@@ -63,14 +89,6 @@ def first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state:
     made = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))(trained, model_state)
     held, opt_state, buffers = join(*made)
     return with_trained(params, held), opt_state, buffers if replica.local_steps else model_state
-
-
-def form_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
-    """The form of what `first_held` makes."""
-    trained = replica.trained(params)
-    opt_state = jax.eval_shape(optimizer.init, trained)
-    held, opt_state, buffers = forms_in_shards(replica, trained, opt_state, model_state)
-    return with_trained(params, held), opt_state, buffers
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:

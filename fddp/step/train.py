@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import fddp
 from fddp.buckets import BucketPlan, whole_forms
-from fddp.comm import REPLICATED, Group, verify
+from fddp.comm import Group, verify
 from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps, Optimizer, check_needs
 from fddp.runtime import group_of
@@ -27,7 +25,7 @@ from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
 from fddp.step.skips import Skips
-from fddp.step.start import described_start, equal_start, first_held, form_held
+from fddp.step.start import described_start, equal_start, first_form, first_state
 from fddp.step.state import StepInfo, TrainState
 from fddp.step.update import updated
 
@@ -67,11 +65,9 @@ class TrainStep:
             lambda: described_start(replica, self._optimizer, params, model_state, rng),
         )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
-        held, opt_state, buffers = first_held(replica, self._optimizer, params, model_state)
-        hook_state = group.placement.program(replica.remembered, (REPLICATED,), group.placement.per_replica)(params)
+        state = first_state(replica, self._optimizer, params, model_state, rng)
         self._expect(replica.provisional_plan(params))
-        number = group.placement.place(np.zeros((), np.int32), REPLICATED)
-        return TrainState(number, held, opt_state, buffers, hook_state, None, rng)
+        return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
@@ -113,14 +109,7 @@ class TrainStep:
         Returns:
           A state of `jax.ShapeDtypeStruct`s.
         """
-
-        def first(params: Any, model_state: Any, rng: Any) -> TrainState:
-            return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
-
-        state = jax.eval_shape(first, params, model_state, rng)
-        held, opt_state, buffers = form_held(self._replica, self._optimizer, state.params, state.model_state)
-        memory = self._replica.memory_form(params)
-        return state._replace(params=held, opt_state=opt_state, model_state=buffers, hook_state=memory)
+        return first_form(self._replica, self._optimizer, params, model_state, rng)
 
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends none; the next `step(state, batch)` synchronizes the lot.
