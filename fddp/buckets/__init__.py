@@ -17,6 +17,7 @@ from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
+from fddp.buckets.plan import part_size as part_size
 from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.rows import add_rows as add_rows
 from fddp.buckets.rows import flags as flags
@@ -30,7 +31,6 @@ from fddp.buckets.shards import join as join
 from fddp.buckets.shards import of_rows as of_rows
 from fddp.buckets.shards import own_part as own_part
 from fddp.buckets.shards import pack_rows as pack_rows
-from fddp.buckets.shards import part_size as part_size
 from fddp.buckets.shards import plan_of_parts as plan_of_parts
 from fddp.buckets.shards import stacked as stacked
 from fddp.buckets.shards import take_apart as take_apart

@@ -111,6 +111,14 @@ class BucketPlan:
     messages: tuple[Message, ...]
     """All that a step sends, in order: a bucket each, and one more where the scalars travel alone; before a bucket that
     travels as rows these."""
+    parts: int = 1
+    """In how many equal parts each leaf is scattered and gathered, one for each replica; 1: it is summed whole."""
+
+    @property
+    def padding(self) -> int:
+        """Bytes of zeros that fill up the leaves that travel to equal parts."""
+        leaves = [self.leaves[i] for bucket in self.buckets for i in bucket.leaves]
+        return sum((part_size(x.size, self.parts) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
 
     @property
     def carrier(self) -> Message:
@@ -121,7 +129,8 @@ class BucketPlan:
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
         buckets = (f"{bucket.leaves} {bucket.rows or ''}".rstrip() for bucket in self.buckets)
-        text = [*map(str, self.leaves), *buckets, *map(str, self.messages)]
+        parts = [f"in {self.parts} parts"] if self.parts > 1 else []
+        text = [*map(str, self.leaves), *buckets, *map(str, self.messages), *parts]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -134,8 +143,10 @@ class BucketPlan:
         carrier = self.carrier
         tail = "travel in one all-reduce of their own" if carrier.bucket is None else f"ride in {carrier.name}"
         sent = sum(len(b.leaves) for b in self.buckets)
+        padding = _counted(self.padding, "byte")
         foot = (
             f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB",
+            *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"] * (self.parts > 1),
             f"loss and metrics {tail}; digest {self.digest}",
         )
         return "\n".join([*_table([head, *rows]), *foot])
@@ -174,6 +185,11 @@ def place_scalars(
         buckets += [Message(k, rows=True), Message(k)] if bucket.rows else [Message(k, k == carrier)]
     alone = [Message(None, True)] if carrier is None else []
     return replace(plan, messages=(*alone, *buckets) if early else (*buckets, *alone))
+
+
+def part_size(size: int, parts: int) -> int:
+    """Elements of each of so many equal parts, the last ones filled up."""
+    return -(-size // parts)
 
 
 def _holds(bucket: Bucket, bits: int) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from fddp.buckets.packing import pack, unpack
-from fddp.buckets.plan import BucketPlan
+from fddp.buckets.plan import BucketPlan, part_size
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,6 @@ def stacked(shard: Shard, replicas: int) -> Shard:
     return Shard(shard.parts, (replicas, *shard.shape)) if shard.copies else shard
 
 
-def part_size(size: int, replicas: int) -> int:
-    """Elements of each part."""
-    return -(-size // replicas)
-
-
 def as_rows(x: Shaped[Array, " *dims"], replicas: int) -> Shaped[Array, "replicas n"]:
     """An array as its parts, one a row."""
     filled = part_size(x.size, replicas) * replicas - x.size
@@ -94,11 +89,11 @@ def there(size: int, replicas: int, index: Int32[Array, ""]) -> Bool[Array, " n"
     return index * part + jnp.arange(part) < size
 
 
-def plan_of_parts(plan: BucketPlan, replicas: int) -> BucketPlan:
+def plan_of_parts(plan: BucketPlan) -> BucketPlan:
     """The same buckets, of one replica's parts of their leaves."""
-    leaves = tuple(replace(leaf, shape=(part_size(leaf.size, replicas),)) for leaf in plan.leaves)
+    leaves = tuple(replace(leaf, shape=(part_size(leaf.size, plan.parts),)) for leaf in plan.leaves)
     buckets = [replace(bucket, size=sum(leaves[i].size for i in bucket.leaves)) for bucket in plan.buckets]
-    return replace(plan, leaves=leaves, buckets=tuple(buckets))
+    return replace(plan, leaves=leaves, buckets=tuple(buckets), parts=1)
 
 
 def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Array, " n"], ...]:

@@ -145,6 +145,7 @@ class Replica:
         few = touched if exact and not self.local_steps and not self.group.placement.other_axes else None
         tree = parts(self.group.placement, params)
         plan = plan_in_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
+        plan = replace(plan, parts=self.group.size if self.options.shard else 1)
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
     def remembered(self, params: Any) -> Any:

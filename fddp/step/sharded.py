@@ -63,7 +63,7 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, uses: Sequence[int], upda
     Returns:
       The pieces: gradients are scattered, parts are updated and gathered, or the other way round.
     """
-    parts = Parts(replica, plan, plan_of_parts(plan, replica.group.size), update)
+    parts = Parts(replica, plan, plan_of_parts(plan), update)
     if replica.options.shard == "optimizer":
         return _gathered_last(parts, range(len(plan.buckets)))
     return _gathered_first(parts, uses)

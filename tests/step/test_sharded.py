@@ -296,6 +296,23 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     assert [max(some) for some in waits if some][:5] == [f"whole {k}" for k in range(5)]
 
 
+@both
+def test_a_plan_says_that_it_is_scattered_and_gathered_and_how_much_of_it_is_padding(group: Groups, shard: str):
+    def plan(n: int, shard: str | None) -> fddp.BucketPlan:
+        step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(n), shard=shard)
+        step.init(jax.tree.map(np.float32, PARAMS))
+        return step.plan
+
+    whole, cut = plan(4, None), plan(4, shard)
+    # 21, 2, 14 and 1 elements are filled up to 24, 4, 16 and 4.
+    line = f"each is scattered to 4 replicas and gathered, with {4 * 10} bytes of padding"
+    assert cut.padding == 40 and line in str(cut).splitlines()
+    assert "scattered" not in str(whole) and (whole.padding, whole.buckets) == (0, cut.buckets)
+    assert len({whole.digest, cut.digest, plan(3, shard).digest}) == 3
+    # One replica has it all.
+    assert "scattered" not in str(plan(1, shard)) and plan(1, shard).padding == 0
+
+
 def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
     params = {"b": np.ones(3, np.float32), "w": np.ones((4, 3), np.float32)}
 
