@@ -1,14 +1,52 @@
 """What DDP logs of itself: who trains with whom, what travels in which order, and how long it took lately.
 
+And what one replica holds and sends, of which there is less in shards.
+
 Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
-from fddp.buckets import MiB
+import jax
+import numpy as np
+
+from fddp.buckets import MiB, whole_forms
 from fddp.schedules import Timeline
-from fddp.step import TrainStep
+from fddp.step import TrainState, TrainStep
+
+
+class Held(NamedTuple):
+    """Bytes of a state, field by field."""
+
+    params: int
+    opt_state: int
+    model_state: int
+    hook_state: int
+    accumulated: int
+    """What `no_sync` leaves pending; 0 as long as no call was given any."""
+
+
+class ReplicaBytes(NamedTuple):
+    """What one replica holds and sends, in bytes; `print` shows it as a table."""
+
+    held: Held
+    """Between steps, in the state; schedule "eager" also holds what its gathers bring for the next step."""
+    whole: Held
+    """The same without shards."""
+    gradients: int
+    """In a step at most, but for sums over micro-batches: all that travel are whole until the first message leaves."""
+    sent: int | None
+    """In the last step, there and back, with loss and metrics; None: there was none."""
+
+    def __str__(self) -> str:
+        names = ("parameters", "optimizer's state", "buffers", "memory of the hook", "accumulated")
+        rows = [*zip(names, self.held, self.whole), ("gradients in a step", self.gradients, None)]
+        rows += [("messages of a step", self.sent, None)]
+        head = f"{'bytes of one replica':<20}  {'held':>15}  {'without shards':>15}"
+        return "\n".join([head, *(f"{name:<20}  {_told(held)}  {_told(whole)}".rstrip() for name, held, whole in rows)])
 
 
 @dataclass(frozen=True)
@@ -45,6 +83,8 @@ class Stats:
     """The option of that name."""
     broadcast_buffers: bool | str
     """The option of that name."""
+    replica_bytes: ReplicaBytes
+    """What one replica holds and sends."""
     avg_first_stage_time: float | None
     """The first program: the forward pass, and the backward pass until the first bucket is full."""
     avg_backward_compute_time: float | None
@@ -62,7 +102,7 @@ def stats(step: TrainStep) -> Stats:
       step: from `train_step`, with a state.
 
     Returns:
-      The numbers.
+      The numbers. Those of bytes wait for the last step.
     """
     group, options, plan, lines = step.group, step.options, step.plan, step.lately
 
@@ -83,6 +123,7 @@ def stats(step: TrainStep) -> Stats:
         grad_ready_order=tuple(name for bucket in plan.buckets for name in bucket.names),
         find_unused_parameters=options.find_unused_parameters,
         broadcast_buffers=options.broadcast_buffers,
+        replica_bytes=_replica_bytes(step),
         avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),
         avg_backward_compute_time=average(lambda line: sum(span.seconds for span in line.compute[1:])),
         avg_backward_comm_time=average(lambda line: line.communicating),
@@ -90,3 +131,21 @@ def stats(step: TrainStep) -> Stats:
             lambda line: Timeline((*line.compute, *line.communication)).overlap
         ),
     )
+
+
+def _replica_bytes(step: TrainStep) -> ReplicaBytes:
+    plan, held = step.plan, step.held
+    gradients = sum(plan.leaves[i].nbytes for bucket in plan.buckets for i in bucket.leaves) + plan.padding
+    sent = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
+    return ReplicaBytes(_held(held), _held(whole_forms(held)), gradients, sent)
+
+
+def _held(state: TrainState) -> Held:
+    def nbytes(tree: object) -> int:
+        return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    return Held(*(nbytes(getattr(state, name)) for name in Held._fields))
+
+
+def _told(count: int | None) -> str:
+    return " " * 15 if count is None else f"{count:>15,}"

@@ -25,7 +25,7 @@ from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.runner import runner_of
-from fddp.step.shards import check_state
+from fddp.step.shards import check_state, held_form
 from fddp.step.state import Mean, TrainState
 from fddp.step.virtual import check_order
 
@@ -51,6 +51,8 @@ class Settled(NamedTuple):
     """Trained leaves that no bucket holds, and"""
     forms: frozenset[Any]
     """the forms of batches whose loss is known to have no path to them."""
+    held: TrainState
+    """The form of what one replica holds of the state, with what is pending once something was."""
     fits: Any = None
     """The form of the state and the batch that were checked last."""
     compared: bool = False
@@ -137,6 +139,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
+        held=held_form(group.placement, held),
     )
 
 
@@ -169,10 +172,13 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     if settled.fits == fits:
         return settled
     check_state(settled.replica, state)
+    held = settled.held
+    if held.accumulated is None and state.accumulated is not None:
+        held = held_form(settled.replica.group.placement, state)
     state = whole_forms(state)
     check_params(settled.plan, state.params)
     check_batch(settled.replica, state, batch)
-    settled = settled._replace(fits=fits)
+    settled = settled._replace(fits=fits, held=held)
     if not settled.left_out or form in settled.forms:
         return settled
     chosen = settled.replica.chosen(state.params)

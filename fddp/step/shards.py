@@ -1,4 +1,4 @@
-"""What of a state its replicas hold in shards, and what cannot be held so.
+"""What of a state its replicas hold in shards, what one of them holds, and what cannot be held so.
 
 Source: ZeRO (Rajbhandari et al., SC 2020).
 """
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fddp.buckets import Shard, copy_of, is_shard, own_part, part_size, whole_forms
+from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, take_apart, whole_forms
+from fddp.comm import Placement, of_one_replica, parts
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import LocalState, LocalSteps, Optimizer, divided, kinds_of_state
 from fddp.step.replica import Replica, with_trained
@@ -46,6 +47,23 @@ def forms_in_shards(replica: Replica, trained: Any, opt_state: Any, model_state:
 
     part = lambda x: form(part_size(x.size, group.size), x)  # noqa: E731
     return _held(replica, trained, opt_state, model_state, part, copy)
+
+
+def held_form(placement: Placement, state: TrainState) -> TrainState:
+    """The form of what one replica holds of a state.
+
+    Args:
+      placement: where the replicas are.
+      state: its arrays, or their forms.
+
+    Returns:
+      A state of `jax.ShapeDtypeStruct`s, in shards where the state is. Where a replica is several devices these are the
+      parts of each of them, but for what is pending.
+    """
+    equal, shards = take_apart(state._replace(hook_state=(), accumulated=None))
+    own = shards, state.hook_state, state.accumulated
+    shards, hook_state, accumulated = of_one_replica(own, placement.replicas_in_array)
+    return join(parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
 
 
 def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:

@@ -24,6 +24,7 @@ from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
+from fddp.step.shards import held_form
 from fddp.step.skips import Skips
 from fddp.step.start import described_start, equal_start, first_form, first_state
 from fddp.step.state import StepInfo, TrainState
@@ -37,11 +38,13 @@ class TrainStep:
 
     def __init__(self, replica: Replica, optimizer: Optimizer, use: Use) -> None:
         self._replica, self._optimizer, self._use = replica, optimizer, use
-        self._guess: BucketPlan | None = None
+        self._guess: tuple[BucketPlan, TrainState] | None = None
         self._check = comparing(replica.group, replica.options.check_replicas_every)
         self._settled: Settled | None = None
         self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=LATELY), Skips()
         """How many steps this object has run, when the last of them computed and communicated, and which it skipped."""
+        self.sent: Any = None
+        """What the last of them sent: `StepInfo.sent`."""
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -66,7 +69,7 @@ class TrainStep:
         )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         state = first_state(replica, self._optimizer, params, model_state, rng)
-        self._expect(replica.provisional_plan(params))
+        self._expect(replica.provisional_plan(params), held_form(group.placement, state))
         return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -89,7 +92,7 @@ class TrainStep:
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
         self._settled = settled = compare(self._settled, given, batch)
         (state, info), hook_state = synchronize(settled, state, given, batch)
-        self.steps += 1
+        self.steps, self.sent = self.steps + 1, info.sent
         self.skips.note(
             self.group, settled.plan, lambda: settled.replica.chosen(whole_forms(state.params)), self.steps, info
         )
@@ -219,10 +222,12 @@ class TrainStep:
 
         Where a replica is several devices, leaves and bytes are those of the parts that each of them holds.
         """
-        plan = self._settled.plan if self._settled else self._guess
-        if plan is None:
-            raise ValueError("a plan exists once a state does: call step.init(params) first.")
-        return plan
+        return self._settled.plan if self._settled else self._guessed[0]
+
+    @property
+    def held(self) -> TrainState:
+        """The form of what one replica holds of a state; with what is pending, once a call was given some."""
+        return self._settled.held if self._settled else self._guessed[1]
 
     @property
     def settled(self) -> Settled:
@@ -231,12 +236,18 @@ class TrainStep:
             raise ValueError("there is no program yet: the first batch settles it.")
         return self._settled
 
-    def _expect(self, guess: BucketPlan) -> None:
+    @property
+    def _guessed(self) -> tuple[BucketPlan, TrainState]:
+        if self._guess is None:
+            raise ValueError("a plan exists once a state does: call step.init(params) first.")
+        return self._guess
+
+    def _expect(self, guess: BucketPlan, held: TrainState) -> None:
         """Prepares for parameters of this form; what was settled for another form is forgotten."""
         settled = self._settled
         if settled and (settled.plan.leaves, settled.plan.treedef) != (guess.leaves, guess.treedef):
             self._settled = None
-        self._guess = guess
+        self._guess = guess, held
 
 
 @explained

@@ -1,0 +1,106 @@
+"""What one replica holds and sends is told as it is: against the arrays on its device, and the messages it makes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp.buckets import MiB
+from fddp.schedules import Pieces, Runner, fused
+
+pytestmark = pytest.mark.steps
+
+Groups = Callable[[int], fddp.Group]
+# On four replicas 42, 2 and 1 elements are filled up to 44, 4 and 4.
+PARAMS = {"w": np.ones((6, 7), np.float32), "b": np.ones(2, np.float32), "s": np.ones((), np.float32)}
+PADDING = 4 * (2 + 2 + 3)
+ROWS = np.ones((8, 6), np.float32)
+
+
+def loss_fn(p: Any, x: Any, model_state: Any) -> Any:
+    return jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]) * p["s"], (model_state, None)
+
+
+def make(group: fddp.Group, shard: str | None, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, shard=shard, donate=False, **options)
+    return step, step.init(PARAMS, model_state={"mean": np.ones(5, np.float32)})
+
+
+def on_each_device(state: fddp.TrainState, name: str) -> list[int]:
+    """Bytes of the arrays of a field."""
+    parts = [part for x in jax.tree.leaves(getattr(state, name)) for part in x.addressable_shards]
+    return [sum(part.data.nbytes for part in parts if part.device == device) for device in state.step.devices()]
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer", "state"])
+def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: str | None):
+    step, state = make(group(4), shard)
+
+    def check(state: fddp.TrainState) -> None:
+        for name, nbytes in step.stats().replica_bytes.held._asdict().items():
+            assert on_each_device(state, name) == [nbytes] * 4, name
+
+    check(state)
+    state, _ = step(state, ROWS)
+    check(state)
+    pending, _ = step.no_sync(state, ROWS)
+    step(pending, ROWS)
+    check(pending)
+    step(state, ROWS)
+    # What was pending once is told from then on, and is whole.
+    assert step.stats().replica_bytes.held.accumulated > 4 * 45
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "state"])
+def test_of_the_optimizers_state_a_replica_holds_its_part_and_its_share_of_the_padding(group: Groups, shard: str):
+    step, state = make(group(4), shard)
+    (held, whole, *_), count = step.stats().replica_bytes, state.opt_state[0].count.nbytes
+    assert step.plan.padding == PADDING
+    # Two moments for each parameter.
+    assert held.opt_state == count + 2 * (4 * 45 + PADDING) // 4
+    assert held.opt_state < whole.opt_state / 4 + count + PADDING
+    assert whole == make(group(4), None)[0].stats().replica_bytes.whole
+    assert held.params == ((4 * 45 + PADDING) // 4 if shard == "state" else whole.params)
+
+
+def test_without_shards_a_replica_holds_all(group: Groups):
+    told = make(group(4), None)[0].stats().replica_bytes
+    assert told.held == told.whole and (told.gradients, told.sent) == (4 * 45, None)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "state"])
+def test_gradients_are_those_of_all_messages(group: Groups, shard: str):
+    made: list[int] = []
+
+    def schedule(group: fddp.Group, pieces: Pieces, donate: bool) -> Runner:
+        def watched(one: Any) -> Any:
+            def run(*given: Any) -> Any:
+                messages, kept = one.run(*given)
+                made[:] = [x.size * x.dtype.itemsize for x in messages.arrays]
+                return messages, kept
+
+            return one._replace(run=run) if one.kind == "compute" else one
+
+        return fused(group, pieces._replace(rounds=tuple(map(watched, pieces.rounds))), donate)
+
+    step, state = make(group(4), shard, schedule=schedule, bucket_cap_mb=64 / MiB)
+    _, info = step(state, ROWS)
+    buckets = [nbytes for nbytes, message in zip(made, step.plan.messages) if message.bucket is not None]
+    told, (*sent, scalars) = step.stats().replica_bytes, np.asarray(info.sent).tolist()
+    assert len(buckets) > 1 and told.gradients == sum(buckets) == 4 * 45 + PADDING
+    # There and back, three quarters each.
+    assert sum(sent) == 2 * told.gradients * 3 // 4 and told.sent == sum(sent) + scalars
+
+
+def test_printed_bytes_are_a_table(group: Groups):
+    step, state = make(group(4), "optimizer")
+    step(state, ROWS)
+    told = step.stats().replica_bytes
+    lines = str(told).splitlines()
+    assert [line.split()[-2:] for line in lines[2:3]] == [[str(told.held.opt_state), str(told.whole.opt_state)]]
+    assert lines[-1].split()[-1] == str(told.sent) and len(lines) == 8
