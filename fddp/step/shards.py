@@ -4,6 +4,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020).
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -64,6 +65,29 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     own = shards, state.hook_state, state.accumulated
     shards, hook_state, accumulated = of_one_replica(own, placement.replicas_in_array)
     return join(parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
+
+
+def nothing_shared(replica: Replica, held: TrainState) -> str:
+    """Says why a step that was asked to share its state saves nothing by that.
+
+    Args:
+      replica: what one replica does.
+      held: the form of what it holds.
+
+    Returns:
+      A line; "" where it holds less than all of the state, or was not asked to.
+    """
+    leaves = jax.tree.leaves((held.params, held.opt_state), is_leaf=is_shard)
+    shards, asked = [x for x in leaves if is_shard(x)], replica.options.shard
+    if not asked or any(x.parts.size < prod(x.shape) for x in shards):
+        return ""
+    if replica.group.size == 1:
+        why = "there is one replica, which holds all of the state"
+    elif shards:
+        why = "no leaf has more than one element"
+    else:
+        why = "this optimizer's state has nothing of the parameters' shapes; shard='state' shares the parameters, too"
+    return f"shard={asked!r} saves nothing: {why}."
 
 
 def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:

@@ -3,6 +3,7 @@
 Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyTorch Distributed" (VLDB 2020).
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from fddp.step.options import Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
-from fddp.step.shards import held_form
+from fddp.step.shards import held_form, nothing_shared
 from fddp.step.skips import Skips
 from fddp.step.start import described_start, equal_start, first_form, first_state
 from fddp.step.state import StepInfo, TrainState
@@ -69,7 +70,10 @@ class TrainStep:
         )
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         state = first_state(replica, self._optimizer, params, model_state, rng)
-        self._expect(replica.provisional_plan(params), held_form(group.placement, state))
+        held = held_form(group.placement, state)
+        self._expect(replica.provisional_plan(params), held)
+        if nothing := nothing_shared(replica, held):
+            group.print(f"fddp: {nothing}", file=sys.stderr)
         return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:

@@ -1,6 +1,7 @@
 """A state in shards: the same training, in less memory, for the same bytes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -356,3 +357,57 @@ def test_forms_and_copies_of_the_host_are_put_together_too(group: Groups):
     jax.tree.map(np.testing.assert_array_equal, fddp.whole(jax.device_get(state), group=group(3)), expected)
     forms = fddp.whole(step.shapes(jax.tree.map(np.float32, PARAMS)), group=group(3))
     assert forms.opt_state[0].mu["w"].shape == (3, 7)
+
+
+### Nothing to save
+
+MATRIX, SMALL = {"w": np.ones((8, 3), np.float32)}, {"b": np.ones(3, np.float32), "s": np.float32(1)}
+
+
+def begun(
+    group: fddp.Group, shard: str | None, optimizer: optax.GradientTransformation, params: Any, capfd: Any
+) -> tuple[list[str], int]:
+    """What `step.init` says, and how many bytes it saves."""
+    step = fddp.train_step(lambda p, x: jnp.mean(x), optimizer, group=group, shard=shard)
+    capfd.readouterr()
+    step.init(params)
+    told = step.stats().replica_bytes
+    return capfd.readouterr().err.splitlines(), sum(told.whole) - sum(told.held)
+
+
+@pytest.mark.parametrize(
+    ("n", "shard", "optimizer", "params", "why"),
+    [
+        (4, "optimizer", optax.sgd(0.1), MATRIX, "this optimizer's state has nothing of the parameters' shapes"),
+        (1, "optimizer", optax.adam(0.1), MATRIX, "there is one replica"),
+        (1, "state", optax.sgd(0.1), MATRIX, "there is one replica"),
+        (4, "state", optax.adam(0.1), dict.fromkeys("ab", np.float32(1)), "no leaf has more than one element"),
+    ],
+)
+def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
+    group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, why: str
+):
+    lines, saved = begun(group(n), shard, optimizer, params, capfd)
+    assert saved == 0 and len(lines) == 1 and f"fddp: shard={shard!r} saves nothing: {why}" in lines[0]
+    assert begun(replace(group(n), rank=1), shard, optimizer, params, capfd) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("shard", "optimizer", "params"),
+    [
+        ("optimizer", optax.adam(0.1), MATRIX),
+        ("optimizer", optax.sgd(0.1, momentum=0.9), MATRIX),
+        ("state", optax.sgd(0.1), MATRIX),
+        # Fewer elements than replicas: some hold padding, and each holds less than all.
+        ("optimizer", optax.adam(0.1), SMALL),
+    ],
+)
+def test_where_sharing_saves_something_nothing_is_said(
+    group: Groups, capfd: Any, shard: str, optimizer: Any, params: Any
+):
+    lines, saved = begun(group(4), shard, optimizer, params, capfd)
+    assert lines == [] and saved > 0
+
+
+def test_where_no_sharing_was_asked_for_nothing_is_said(group: Groups, capfd: Any):
+    assert begun(group(1), None, optax.sgd(0.1), MATRIX, capfd) == ([], 0)
