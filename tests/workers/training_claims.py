@@ -442,9 +442,10 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
         step = fddp.train_step(
             loss, optax.sgd(0.05, momentum=0.9), group=group, schedule=schedule, shard="state", bucket_cap_mb=0
         )
-        state = step.init(params)
+        state, losses = step.init(params), []
         for number in range(8):
             state, info = step(state, batch[group.rank])
+            losses.append(float(info.loss))
             total = group.all_reduce(large)
             assert np.all(total == sum(range(1, group.size + 1)))
             if number % 2:
@@ -454,7 +455,7 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
             if number == 6:
                 state = jax.tree.map(jnp.copy, state)
             assert np.isfinite(fddp.evaluate(loss, state, [batch[group.rank]], group=group))
-        ended.append((fddp.whole(state.params, group=group), info.loss))
+        ended.append((fddp.whole(state.params, group=group), losses))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ended)
 
 
