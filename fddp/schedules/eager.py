@@ -78,7 +78,7 @@ class Ahead(NamedTuple):
     brought: dict[str, Future[Any]]
     """What the gathers bring, under the names that the next step knows."""
     sent: dict[str, Sent]
-    """The gathers that are over, by name."""
+    """The gathers that are over, by name, without what they brought."""
     job: Future[None]
     """The thread that sends them."""
 
@@ -219,10 +219,11 @@ class Crossing:
                 self._flights[start] = Span("communication", task.name, start, inf)
             send = self._gather if ahead else now.send
             one = send(numbers[task.name], (), lambda: asked[0], message)
+            told_of = one._replace(total=None)  # what it brought lives until its last reader has it, and no longer
             if ahead:
-                leaves[task.name], self._flights[start] = one, one.span
+                leaves[task.name], self._flights[start] = told_of, one.span
             else:
-                sent[task.name] = one
+                sent[task.name] = told_of
                 self._spans.append(one.span)
             return one.total, *([told()] if BYTES in task.writes else [])
 

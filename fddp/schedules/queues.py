@@ -28,7 +28,8 @@ class Queues:
         self._readers, self._lock = Counter(name for task in tasks for name in task.reads), Lock()
         written = {name for task in tasks for name in task.writes}
         read = {name: self.kept.get(name) or Future[Any]() for name in written & self._readers.keys()}
-        self._there: dict[str, Any] = {**values, **self.kept, **read}
+        given = {name: values[name] for name in values.keys() & self._readers.keys()}
+        self._there: dict[str, Any] = {**given, **self.kept, **read}
 
     def work(self, queue: Sequence[Task], do: Do, idle: Callable[[], None] = lambda: None) -> None:
         """Does the tasks of a queue; an error breaks the promises of what is left of it, so that nobody waits for them.

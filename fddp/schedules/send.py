@@ -17,7 +17,7 @@ from fddp.schedules.timeline import Span
 class Sent(NamedTuple):
     """A message that has come back."""
 
-    total: jax.Array
+    total: Any
     memory: Any
     """What its reduction remembers."""
     nbytes: Any

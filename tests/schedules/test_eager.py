@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import fddp
+from fddp.comm import poll
 from fddp.hooks import Reduction
 from fddp.schedules.ahead import NEXT, STRIDE, Turned, kept_last, steady_seconds, turned
 from fddp.schedules.eager import Crossing
@@ -257,3 +258,34 @@ def test_print_of_an_eager_step_s_tasks_shows_a_step_in_the_middle_of_training(g
     tasks = step.tasks(step.shapes(PARAMS), jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)).tasks
     assert tasks[0].kind == "compute"
     assert [task for task in tasks if isinstance(task, Communicate)][-1].name.startswith("gather")
+
+
+@pytest.mark.steps
+def test_whole_parameters_live_until_their_last_use_and_no_longer(group: Groups, monkeypatch: pytest.MonkeyPatch):
+    """When the last update begins, nothing reads what this step was brought: it makes room for the next step's."""
+    brought, left = list[Any](), list[int]()
+    updating, was = Crossing._updating, Crossing._left
+
+    def noting(self: Crossing, of: Any) -> Any:
+        here, crosses = was(self, of)
+        brought[:] = [weakref.ref(one.result()) for one in here.brought.values()] if here else []
+        return here, crosses
+
+    def watched(self: Crossing, *args: Any, **kwargs: Any) -> Any:
+        do = updating(self, *args, **kwargs)
+
+        def watching(task: Task, read: Any) -> Any:
+            if any(name.startswith("result") for name in task.writes):
+                poll(lambda: not any(one() is not None for one in brought), 2.0)
+                left.append(sum(one() is not None for one in brought))
+            return do(task, read)
+
+        return watching
+
+    monkeypatch.setattr(Crossing, "_left", noting)
+    monkeypatch.setattr(Crossing, "_updating", watched)
+    step = trainer(group(2))
+    state = step.init(PARAMS)
+    for _ in range(3):
+        state, _ = step(state, TOKENS)
+    assert len(brought) > 1 and left[-1] == 0
