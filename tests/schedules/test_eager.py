@@ -1,7 +1,9 @@
 """Claims about gathers that leave before the step is called that needs them: on paper, and in training."""
 
+import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 import fddp
 from fddp.comm import poll
 from fddp.hooks import Reduction
+from fddp.schedules import Span
 from fddp.schedules.ahead import NEXT, STRIDE, Turned, kept_last, steady_seconds, turned
 from fddp.schedules.eager import Crossing
 from fddp.schedules.queues import Queues
@@ -289,3 +292,16 @@ def test_whole_parameters_live_until_their_last_use_and_no_longer(group: Groups,
     for _ in range(3):
         state, _ = step(state, TOKENS)
     assert len(brought) > 1 and left[-1] == 0
+
+
+def test_a_timeline_is_told_while_gathers_leave(group: Groups, monkeypatch: pytest.MonkeyPatch):
+    crossing, module = Crossing(group(1), lambda *args: None), sys.modules[Crossing.__module__]
+    crossing._flights[0.0] = Span("communication", "gather 0", 0.0, 1.0)
+    crossing._window = 0.0, 2.0
+
+    def leaving(span: Span, **times: float) -> Span:
+        crossing._flights[1.0] = Span("communication", "gather 1", 1.0, 2.0)
+        return replace(span, **times)
+
+    monkeypatch.setattr(module, "replace", leaving)
+    assert [span.name for span in crossing.timeline().spans] == ["gather 0"]
