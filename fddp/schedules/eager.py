@@ -128,7 +128,8 @@ class Crossing:
             for name in ("update", "communication"):
                 jobs[name].result()
         except BaseException:
-            wait(jobs.values())
+            # Whoever catches this may begin anew, and two gathers at once would mix.
+            wait([here.job, *jobs.values()])
             raise
         result = {name: queues.kept[name].result() for name in parts.results}
         if crosses:

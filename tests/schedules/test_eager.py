@@ -1,6 +1,7 @@
 """Claims about gathers that leave before the step is called that needs them: on paper, and in training."""
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ import optax
 import pytest
 
 import fddp
-from fddp.comm import poll
+from fddp.comm import Journal, poll
 from fddp.hooks import Reduction
 from fddp.schedules import Span
 from fddp.schedules.ahead import NEXT, STRIDE, Turned, kept_last, steady_seconds, turned
@@ -305,3 +306,39 @@ def test_a_timeline_is_told_while_gathers_leave(group: Groups, monkeypatch: pyte
 
     monkeypatch.setattr(module, "replace", leaving)
     assert [span.name for span in crossing.timeline().spans] == ["gather 0"]
+
+
+### What is under way beside other things
+
+
+class Wire:
+    """A transport of one replica, slow enough that what is under way at once is seen."""
+
+    def __init__(self, replicas: fddp.Group) -> None:
+        self._now, self.most, self._own = 0, 0, replicas.transport
+        self.transport = self._own._replace(all_gather=self.slow, reduce_scatter=self.slow)
+
+    def slow(self, x: jax.Array) -> jax.Array:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        time.sleep(0.01)
+        self._now -= 1
+        return x
+
+
+def test_after_an_error_gathers_wait_for_those_that_are_still_under_way(group: Groups, monkeypatch: pytest.MonkeyPatch):
+    wire, told = Wire(group(1)), list[str]()
+    replicas = replace(group(1), clone=lambda count: (group(1).transport, wire.transport), journal=Journal())
+    step = trainer(replicas, donate=False)
+    state, _ = step(step.init(PARAMS), TOKENS)
+
+    def say(doing: str) -> None:
+        told.append(doing)
+        if doing == "stage 0" and told.count(doing) == 1:
+            raise ArithmeticError("on purpose")
+
+    monkeypatch.setattr(replicas.journal, "say", say)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        step(state, TOKENS)
+    step(state, TOKENS)
+    assert wire.most == 1
