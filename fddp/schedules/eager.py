@@ -38,7 +38,8 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Stages beside scatters, and updates and gathers beside both, each as soon as it can be: for `shard="state"`.
 
     Gradients leave in one order on one thread; gathers in another order on a thread and a communicator of their own,
-    which a step leaves behind. Where a process has several devices nothing is under way between two steps.
+    which a step leaves behind. Where there is no second communicator, for a process has several devices or sums go over
+    nodes first, gathers take turns with gradients, and nothing is under way between two steps.
 
     Args:
       group: the replicas.
@@ -51,8 +52,9 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k)
     prepare, known = preparing(group, make, _programs, donate), dict[int, Turned]()
     # What leaves between two steps is no message of a step that may be tried again.
-    lane = replace(group, transport=group.clone(2)[-1], recovery=Recovery(lambda place, seconds: False))
-    crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions))
+    own = group.clone(2)
+    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
+    crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions), beside=len(own) > 1)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("eager")
@@ -86,17 +88,17 @@ class Ahead(NamedTuple):
 class Crossing:
     """Steps of which one begins while the one before it ends."""
 
-    def __init__(self, group: Group, gather: Callable[..., Sent]) -> None:
+    def __init__(self, group: Group, gather: Callable[..., Sent], beside: bool) -> None:
         """Args:
         group: the replicas.
-        gather: sends the k-th gather, beside other messages.
+        gather: sends the k-th gather.
+        beside: whether it may do so beside other messages. Several devices of a process, reached by two threads in
+            different orders, would wait for each other, and on one communicator two messages would mix.
         """
-        self._group, self._gather = group, gather
+        self._group, self._gather, self._beside = group, gather, beside
         self._ahead: Ahead | None = None
         # Gathers write down their times while a step looks: `list` of a dict is made at once.
         self._spans, self._flights, self._window = list[Span](), dict[float, Span](), (0.0, 0.0)
-        # Several devices of a process, reached by two threads in different orders, would wait for each other.
-        self._beside = group.processes == group.size
 
     def step(self, now: Prepared, parts: Turned, values: dict[str, Any]) -> dict[str, Any]:
         """Runs a step.
@@ -163,6 +165,8 @@ class Crossing:
         """Gathers what no step before did."""
         queues, sent = Queues(parts.opening, values, parts.brought), dict[str, Sent]()
         jobs = self._start(queues, parts.opening, self._sending(now, None, sent), self._updating(now))
+        if not self._beside:  # what nothing reads could still be under way when the first gradients leave
+            wait(jobs.values())
         return Ahead(of, queues.kept, sent, jobs[AHEAD if self._beside else "communication"])
 
     def _start(self, queues: Queues, tasks: Sequence[Task], send: Do, update: Do) -> dict[str, Future[None]]:

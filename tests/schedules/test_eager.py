@@ -296,7 +296,7 @@ def test_whole_parameters_live_until_their_last_use_and_no_longer(group: Groups,
 
 
 def test_a_timeline_is_told_while_gathers_leave(group: Groups, monkeypatch: pytest.MonkeyPatch):
-    crossing, module = Crossing(group(1), lambda *args: None), sys.modules[Crossing.__module__]
+    crossing, module = Crossing(group(1), lambda *args: None, beside=True), sys.modules[Crossing.__module__]
     crossing._flights[0.0] = Span("communication", "gather 0", 0.0, 1.0)
     crossing._window = 0.0, 2.0
 
@@ -341,4 +341,14 @@ def test_after_an_error_gathers_wait_for_those_that_are_still_under_way(group: G
     with pytest.raises(ArithmeticError, match="on purpose"):
         step(state, TOKENS)
     step(state, TOKENS)
+    assert wire.most == 1
+
+
+def test_where_gathers_have_no_communicator_of_their_own_they_are_sent_in_turn_with_scatters(group: Groups):
+    """Such a group sums over nodes first (`group.hierarchical`), with Gloo."""
+    wire = Wire(group(1))
+    step = trainer(replace(group(1), transport=wire.transport, clone=lambda count: (wire.transport,)))
+    state = step.init(PARAMS)
+    for _ in range(3):
+        state, _ = step(state, TOKENS)
     assert wire.most == 1
