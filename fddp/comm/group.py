@@ -15,6 +15,7 @@ import numpy as np
 from fddp.comm.agreement import verify
 from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
+from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, blocks, by_node
 from fddp.comm.placement import Placement
 from fddp.comm.ragged import CHUNK_BYTES
@@ -67,6 +68,8 @@ class Group:
     """Replicas of a node, where sums go over nodes first; None: they go over all at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     """What this process does, step by step."""
+    lane: Lane = field(default_factory=Lane, repr=False, compare=False)
+    """What its steps leave under way; groups of one world share it."""
 
     @property
     def axis_name(self) -> str | None:
@@ -177,7 +180,7 @@ class Group:
             raise ValueError(f"ranks must be different numbers in 0..{self.processes - 1}, got {ranks}.")
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} is not in {ranks}; call subgroup only on its members.")
-        return replace(self.make_subgroup(ranks), journal=self.journal)
+        return replace(self.make_subgroup(ranks), journal=self.journal, lane=self.lane)
 
     def hierarchical(self, local: int | None = None) -> "Group":
         """Makes a group of the same replicas, whose sums go over every node first and then between the nodes.

@@ -13,6 +13,7 @@ from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
+from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.pieces import GLOO_BYTES, gathered, scattered
@@ -94,8 +95,16 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         recovery=Recovery(service_meet(coordination_client, [x.process_index for x in first_devices(mesh)])),
         make_subgroup=make_subgroup,
         clone=clone,
+        lane=_lane(frozenset(mesh.devices.flat)),
         levels=mesh_levels(placement, communicator, platform, partial(hosts_of, hosts, places)),
     )
+
+
+@functools.cache
+def _lane(devices: frozenset[Any]) -> Lane:
+    """One for the same devices, however often a group is made of them, as XLA has one Gloo communicator."""
+    del devices
+    return Lane()
 
 
 def replica_mesh(devices: Sequence[Any]) -> Mesh:

@@ -176,7 +176,11 @@ class Crossing:
         for task in tasks:
             if task.kind != "compute":
                 own[queue_of(task) if self._beside else task.kind].append(task)
-        jobs = {name: threads.submit(work, queue, update if name == "update" else send) for name, queue in own.items()}
+        jobs = {
+            "update": threads.submit(work, own["update"], update),
+            "communication": threads.submit(work, own["communication"], send),
+            AHEAD: self._group.lane.add(threads, work, own[AHEAD], send),
+        }
         threads.shutdown(wait=False)
         return jobs
 

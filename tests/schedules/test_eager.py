@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import fddp
 from fddp.comm import Journal, poll
@@ -351,4 +352,16 @@ def test_where_gathers_have_no_communicator_of_their_own_they_are_sent_in_turn_w
     state = step.init(PARAMS)
     for _ in range(3):
         state, _ = step(state, TOKENS)
+    assert wire.most == 1
+
+
+def test_steps_that_are_called_in_turns_send_their_gathers_one_after_the_other(group: Groups):
+    wire = Wire(group(1))
+    # Groups are made anew wherever one is asked for, and XLA has one Gloo communicator for them all.
+    made = [fddp.mesh_group(Mesh(np.array(jax.devices()[:1]), "replica")) for _ in range(2)]
+    lanes = made[0].transport, wire.transport
+    steps = [trainer(replace(one, clone=lambda count: lanes)) for one in made]
+    states = [step.init(PARAMS) for step in steps]
+    for _ in range(3):
+        states = [step(state, TOKENS)[0] for step, state in zip(steps, states)]
     assert wire.most == 1
