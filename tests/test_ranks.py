@@ -242,6 +242,15 @@ def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(backend
     assert NOT_TOGETHER in last
 
 
+@on("mpi")
+def test_a_rank_that_failed_alone_before_an_eager_step_s_first_message_and_tries_again_ends_all(
+    backend: str, tmp_path: Path
+):
+    """The others have used up what was gathered for this step."""
+    _, last = ended(tmp_path, backend, "before", "retries.py")
+    assert NOT_TOGETHER.replace("message 8", "message 11") in last
+
+
 @on("gloo")
 def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, tmp_path: Path):
     _, last = ended(tmp_path, backend, "swallow", "retries.py")

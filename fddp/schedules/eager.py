@@ -62,6 +62,7 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
         now = prepare(state, pending, shards, rows)
         if id(now) not in known:
             known[id(now)] = turned(now.listed)
+        group.recovery.sends()  # what was gathered is used up: who fails from here on may not begin anew alone
         values = crossing.step(now, known[id(now)], now.listed.enter(state, pending, shards, rows))
         return *now.listed.leave(values), memory
 

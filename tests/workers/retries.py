@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,22 @@ def main(how: str) -> None:
             raise ArithmeticError("on purpose")
         return group.transport.all_reduce(wire)
 
+    say, stages = group.journal.say, list[str]()
+
+    def begin(doing: str) -> None:
+        stages.extend([doing] * (doing == "stage 0"))
+        if how == "before" and last and doing == "stage 0" and len(stages) == 3:
+            raise ArithmeticError("on purpose")
+        say(doing)
+
+    group.journal.say = begin
     breaking = replace(group, transport=group.transport._replace(all_reduce=reduce))
 
     def step() -> tuple[fddp.TrainStep, fddp.TrainState]:
         loss = lambda p, x: sum(jnp.mean((w - x) ** 2) for w in p)  # noqa: E731
-        step = fddp.train_step(loss, optax.sgd(0.1), group=breaking, schedule="staged", bucket_cap_mb=0, donate=False)
+        ahead = {"schedule": "eager", "shard": "state"} if how == "before" else {"schedule": "staged"}
+        options: Any = {"group": breaking, "bucket_cap_mb": 0, "donate": False, **ahead}
+        step = fddp.train_step(loss, optax.sgd(0.1), **options)
         return step, step.init([jnp.zeros(n) for n in (1, 2, 3)])
 
     train, state = step()
