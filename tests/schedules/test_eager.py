@@ -21,6 +21,7 @@ from fddp.schedules import Span
 from fddp.schedules.ahead import NEXT, STRIDE, Turned, kept_last, steady_seconds, turned
 from fddp.schedules.eager import Crossing
 from fddp.schedules.queues import Queues
+from fddp.schedules.send import sending
 from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
 
 Groups = Callable[[int], fddp.Group]
@@ -297,7 +298,7 @@ def test_whole_parameters_live_until_their_last_use_and_no_longer(group: Groups,
 
 
 def test_a_timeline_is_told_while_gathers_leave(group: Groups, monkeypatch: pytest.MonkeyPatch):
-    crossing, module = Crossing(group(1), lambda *args: None, beside=True), sys.modules[Crossing.__module__]
+    crossing, module = Crossing(group(1), sending(group(1), ()), beside=True), sys.modules[Crossing.__module__]
     crossing._flights[0.0] = Span("communication", "gather 0", 0.0, 1.0)
     crossing._window = 0.0, 2.0
 
