@@ -3,7 +3,7 @@
     python bench/local_steps.py [--problems digits gpt] [--seeds 5] [--quick]
 
 Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small network and plain
-momentum, and a GPT of bytes (1.3 million parameters, Python's own sources) with AdamW. Bytes are what each replica
+momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with AdamW. Bytes are what each replica
 sends in the whole training.
 
 Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (2020), and Douillard et al., "DiLoCo"
