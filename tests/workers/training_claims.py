@@ -521,8 +521,9 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
 def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
     """The leaf that is ready last is clipped alone: its update speaks with the others while nothing else may."""
     params = {f"p{k:02}": np.full((8, 8), 0.1 + k / 100, np.float32) for k in range(8)}
+    sgd = optax.sgd(0.01, momentum=0.5)
     labels: Any = {name: "clipped" if name == "p00" else "plain" for name in params}
-    rules: Any = {"plain": optax.sgd(0.01), "clipped": optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.01))}
+    rules: Any = {"plain": sgd, "clipped": optax.chain(optax.clip_by_global_norm(0.01), sgd)}
 
     def loss(p: Any, x: Any) -> jax.Array:
         for name in sorted(p):
