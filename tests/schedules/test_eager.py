@@ -147,7 +147,7 @@ PARAMS = {
     "layers": [np.random.default_rng(2 + k).normal(size=(4, 4)) for k in range(4)],
     "unused": np.ones(3),
 }
-TOKENS = np.random.default_rng(9).integers(0, 7, size=(12, 5))
+TOKENS = np.random.default_rng(9).integers(0, 7, size=(12, 5), dtype=np.int32)
 
 
 def net(params: Any, tokens: Any) -> jax.Array:
