@@ -22,7 +22,7 @@ class Sums(NamedTuple):
     """Weighted sums of what micro-batches contribute."""
 
     grads: Any
-    """Σ w·g for each trained leaf of the parameters, in the order of the leaves."""
+    """Σ w·g for each trained leaf of the parameters, in the order of the leaves; (): none, or they were sent."""
     weight: Float[Array, ""]
     loss: Float[Array, ""]
     aux: Any
@@ -119,10 +119,12 @@ def reached(
 
 
 def plus(a: Sums | None, b: Sums) -> Sums:
-    """Adds contributions of one replica; None is the neutral element. Used once is used."""
+    """Adds contributions of one replica; None is the neutral element, as () is of gradients. Used once is used."""
     if a is None:
         return b
-    return jax.tree.map(jnp.add, a, b)._replace(used=jax.tree.map(jnp.maximum, a.used, b.used))
+    grads = jax.tree.map(jnp.add, a.grads, b.grads) if a.grads else b.grads
+    sums = jax.tree.map(jnp.add, a._replace(grads=()), b._replace(grads=()))
+    return sums._replace(grads=grads, used=jax.tree.map(jnp.maximum, a.used, b.used))
 
 
 def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:

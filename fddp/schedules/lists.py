@@ -17,7 +17,7 @@ import numpy as np
 
 from fddp.buckets import Messages
 from fddp.comm import Placement, trace
-from fddp.jax_internals import ClosedJaxpr, make_program
+from fddp.jax_internals import ClosedJaxpr, Literal, make_program
 from fddp.jaxpr import Stage, arrivals, collectives, cut, take_more
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
@@ -106,7 +106,7 @@ def in_stages(
     for one, following in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
         closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
         read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
-        held = names_of(f"kept by {one.name}", kept)
+        held = _passed_on(closed, read, len(jax.tree.leaves(messages)), names_of(f"kept by {one.name}", kept))
         made = [*_read(following), *held]
         cutting = in_turn if sends and one.kind == "update" else _as_made
         for task in cutting(one, closed, read, before, made, len(sends)):
@@ -132,12 +132,20 @@ def _as_made(
 ) -> list[Compute]:
     """A round, cut where a message is made and where one of `count` comes back that it needs, from `before` on."""
     messages = sum(name.startswith("message ") for name in made)
-    groups, kept = [[k] for k in range(messages)], list(range(messages, len(made)))
+    kept = [at for at, name in enumerate(made) if at >= messages and name not in given]
+    groups = [[k] for k in range(messages)]
     if not groups or take_more(closed, kept):
         groups.append([])  # no message waits for what is not in it
     groups[-1] += kept
-    title = "stage" if one.kind == "compute" else one.name
-    return stages_of(title, one.kind, closed, given, made, groups, {before + k: k + 1 for k in range(count)})
+    return stages_of(
+        one.name.replace("backward", "stage"),
+        one.kind,
+        closed,
+        given,
+        made,
+        groups,
+        {before + k: k + 1 for k in range(count)},
+    )
 
 
 def _in_turn(
@@ -158,8 +166,16 @@ def _in_turn(
     back |= {at: count - 1 for at, name in enumerate(given) if name == BYTES}
     alone = bool(collectives(closed))
     when = [count - 1 if alone else used(k, count) for k in arrivals(closed, back)]
-    groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
+    own = [name not in given for name in made]
+    groups = [[number for number, k in enumerate(when) if k == of and own[number]] for of in range(count)]
     return stages_of(one.name, "update", closed, given, made, groups)
+
+
+def _passed_on(closed: ClosedJaxpr, given: Sequence[str], first: int, names: Sequence[str]) -> list[str]:
+    """The names of what a program makes from its output `first` on: what it hands on as it was given keeps its own."""
+    there = dict(zip(closed.jaxpr.invars, given))
+    made = closed.jaxpr.outvars[first:]
+    return [name if isinstance(var, Literal) else there.get(var, name) for var, name in zip(made, names)]
 
 
 def _nothing_sent(pieces: Pieces) -> dict[str, Any]:

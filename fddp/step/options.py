@@ -47,7 +47,8 @@ class Options:
         hashable, or to None: what has one key travels in one bucket, for each dtype, whatever the caps say.
       order ('ready'): 'ready': as the gradients' program delivers them; 'reverse': the reverse of the leaves, DDP's
         guess.
-      accumulation_steps (1): micro-batches a step; one synchronization for all of them.
+      accumulation_steps (1): micro-batches a step; one synchronization for all of them. With `shard` the gradients of
+        each are scattered, so that only parts of them add up.
       find_unused_parameters (False): whether to find the parameters that no replica used in a step, and leave them and
         their optimizer state alone.
       broadcast_buffers (True): whose model state every replica has at the next forward: True: replica 0's; 'mean': the

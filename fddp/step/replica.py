@@ -76,14 +76,26 @@ class Replica:
 
     def local(self, pack: Pack, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Messages, Any]:
         """What this replica sends, and what it keeps for itself."""
-        _, pending = self._gather(state, pending, rows)
+        grads, pending, broken = self.gradients(state, pending, rows, self.options.accumulation_steps)
+        tail, kept = self.tail(pending, rows)
+        return pack(grads, tail), add_replica_dim((kept, broken))
+
+    def gradients(
+        self, state: TrainState, pending: Pending | None, rows: Any, micro_batches: int
+    ) -> tuple[Any, Pending, Array | None]:
+        """The gradients of all that is pending when these rows are added, the rest of it, and which are not finite."""
+        _, pending = self._gather(state, pending, rows, micro_batches)
+        own = pending.sums.grads
+        # Each replica's own gradients are seen here for the last time.
+        broken = _broken(own) if self.options.skip_nonfinite else None
+        grads = _tree(jax.tree.structure(state.params), self.chosen(state.params), own)
+        return grads, pending._replace(sums=pending.sums._replace(grads=())), broken
+
+    def tail(self, pending: Pending, rows: Any) -> tuple[Any, Any]:
+        """What travels behind gradients, and what of the buffers this replica keeps."""
         sent, kept = self.buffers.send(self.group.communicator, pending.model_state, rows)
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
-        tail = (pending.sums.used, pending.sums._replace(grads=(), used=None), sent)
-        grads = _tree(jax.tree.structure(state.params), self.chosen(state.params), pending.sums.grads)
-        # Each replica's own gradients are seen here for the last time.
-        broken = _broken(pending.sums.grads) if self.options.skip_nonfinite else None
-        return pack(grads, tail), add_replica_dim((kept, broken))
+        return (pending.sums.used, pending.sums._replace(used=None), sent), kept
 
     @property
     def replicas(self) -> int:
@@ -177,7 +189,7 @@ class Replica:
 
     def accumulate(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
         """What is pending when these rows are added, and their own mean loss and aux."""
-        sums, pending = self._gather(state, pending, rows)
+        sums, pending = self._gather(state, pending, rows, self.options.accumulation_steps)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
 
     def one(self, state: TrainState, part: Any) -> Sums:
@@ -205,7 +217,9 @@ class Replica:
         chosen = set(self.chosen(params))
         return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
-    def _gather(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Sums, Pending]:
+    def _gather(
+        self, state: TrainState, pending: Pending | None, rows: Any, micro_batches: int
+    ) -> tuple[Sums, Pending]:
         """Contributions of this replica's rows, and everything that is now pending."""
         was = _start(state) if pending is None else drop_replica_dim(pending)
         objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
@@ -215,7 +229,7 @@ class Replica:
             given = (objective, chosen, state.params, pending, key, part)
             return contribute(*given, find_unused=self.options.find_unused_parameters)
 
-        now = in_micro_batches(add, was._replace(sums=None), rows, self.options.accumulation_steps)
+        now = in_micro_batches(add, was._replace(sums=None), rows, micro_batches)
         return now.sums, now._replace(sums=plus(in_unit(was, now.unit), now.sums))
 
     def _key(self, state: TrainState, pending: Pending) -> Any:

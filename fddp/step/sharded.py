@@ -2,18 +2,17 @@
 
 A message of gradients is scattered, each replica updates what it got of it, and the new parameters are gathered: the
 bytes of an all-reduce. Where only the optimizer's state is shared they are gathered at the step's end; where the
-parameters rest in parts, too, at the beginning of the next, in the order in which the forward pass uses them. What the
-update is, is not told anew: the very function that updates whole arrays is traced, and run on parts; what it needs
-whole goes home for that.
+parameters rest in parts, too, at the beginning of the next, in the order in which the forward pass uses them. The
+gradients of each micro-batch are scattered under the next one's forward and backward pass, and what adds up is a part.
 
-Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 and 3; `ZeroRedundancyOptimizer` in `torch.distributed.optim`;
-PyTorch's FullyShardedDataParallel with `SHARD_GRAD_OP`.
+Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 to 3, of which the second is for micro-batches;
+`ZeroRedundancyOptimizer` in `torch.distributed.optim`; PyTorch's FullyShardedDataParallel with `SHARD_GRAD_OP`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxtyping import Array
 from fddp.buckets import (
     BucketPlan,
     Messages,
-    Shard,
     add_tail,
     is_shard,
     join,
@@ -33,22 +31,16 @@ from fddp.buckets import (
     plan_of_parts,
     take_apart,
     take_tail,
-    there,
     unpack,
     unpack_rows,
     whole_forms,
 )
-from fddp.comm import Communicator, add_replica_dim, as_uint32, count_bytes, drop_replica_dim
+from fddp.comm import add_replica_dim, as_uint32, count_bytes, drop_replica_dim
 from fddp.hooks import Reduction, reductions
-from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
-from fddp.optim import kinds_of_state
 from fddp.schedules import Pieces, Round
-from fddp.step.homes import at_home, dealt
+from fddp.step.parts_update import Update, run_on_parts
 from fddp.step.replica import Replica, by_bucket
-from fddp.step.state import Mean, StepInfo, TrainState
-
-# (state, mean) -> (next state, what the step tells), of whole arrays
-Update = Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
+from fddp.step.state import StepInfo, TrainState
 
 
 def sharded_pieces(replica: Replica, plan: BucketPlan, uses: Sequence[int], update: Update) -> Pieces:
@@ -72,8 +64,8 @@ def sharded_pieces(replica: Replica, plan: BucketPlan, uses: Sequence[int], upda
 def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
     """The parameters are whole between steps: they are gathered as soon as they are updated."""
 
-    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return parts.scattered(state, pending, rows)
+    def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
+        return Before(None, pending)
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -84,13 +76,10 @@ def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
     def unpack(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         (new, info), mine = drop_replica_dim(kept[0]), kept[1]
         new = new._replace(params=parts.whole(state.params, messages, order))
-        of_scatters, of_gathers = jnp.split(sent, [len(parts.scatters)])
+        of_scatters, of_gathers = jnp.split(sent, [sent.size - len(order)])
         return (new, parts.sent(info, of_scatters, of_gathers, order)), mine
 
-    rounds = (
-        Round("backward", ("state", "pending", "rows"), backward, parts.scatters, "compute"),
-        Round("update", ("state", "shards"), update, parts.gathers(order)),
-    )
+    rounds = *_micro_batches(parts, begin), Round("update", ("state", "shards"), update, parts.gathers(order))
     return Pieces(rounds, unpack, "unpack")
 
 
@@ -100,9 +89,8 @@ def _gathered_first(parts: "Parts", order: Sequence[int]) -> Pieces:
     def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
         return parts.gathered(parts.own(join(state, shards).params), order), ()
 
-    def backward(state: TrainState, pending: Any, rows: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
-        state = state._replace(params=parts.whole(state.params, messages, order))
-        return parts.scattered(state, pending, rows)
+    def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
+        return Before(add_replica_dim(parts.whole(state.params, messages, order)), pending)
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -110,11 +98,62 @@ def _gathered_first(parts: "Parts", order: Sequence[int]) -> Pieces:
         of_gathers, of_scatters = jnp.split(sent, [len(order)])
         return (equal, parts.sent(info, of_scatters, of_gathers, order)), mine
 
-    rounds = (
-        Round("pack", ("state", "shards"), packed, parts.gathers(order)),
-        Round("backward", ("state", "pending", "rows"), backward, parts.scatters, "compute"),
-    )
+    rounds = Round("pack", ("state", "shards"), packed, parts.gathers(order)), *_micro_batches(parts, begin)
     return Pieces(rounds, update)
+
+
+class Before(NamedTuple):
+    """What a replica has when a micro-batch begins, as it crosses a program's border."""
+
+    params: Any
+    """Whole parameters; None: those of the state are."""
+    pending: Any
+    """What is pending, without the gradients that were sent."""
+    broken: Any = None
+    """Which of this replica's own gradients were not all finite, where that is asked."""
+    sums: tuple[tuple[Array, ...], ...] = ()
+    """Its parts of the sums of gradients that came back, a bucket each: terms that are still to be added."""
+    number: Any = np.zeros(1, np.int32)
+    """Of the micro-batch."""
+
+
+def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], Before]) -> list[Round]:
+    """A round for each micro-batch: what adds up from one to the next is a part of the gradients.
+
+    Args:
+      parts: of one replica.
+      begin: (state, pending, what came back before) → what is there at first.
+
+    Returns:
+      The rounds; with the last one travel loss, metrics and buffers, and it keeps what those before it brought.
+    """
+    replica, plan = parts.replica, parts.of_parts
+    of = replica.options.accumulation_steps
+
+    def one(number: int) -> Round:
+        def backward(state: TrainState, pending: Any, rows: Any, came: Messages, kept: Any) -> tuple[Messages, Any]:
+            before = kept._replace(sums=(*kept.sums, came.arrays)) if number else begin(state, pending, came)
+            if before.params is not None:
+                state = state._replace(params=drop_replica_dim(before.params))
+            # By a number that is given equal micro-batches are equal programs.
+            part = jax.tree.map(lambda x: x.reshape(of, x.shape[0] // of, *x.shape[1:])[before.number[0]], rows)
+            grads, pending, broken = replica.gradients(state, before.pending, part, 1)
+            broken = add_replica_dim(broken)
+            broken = broken if before.broken is None else before.broken | broken
+            buckets = pack_rows(plan, replica.group.size, grads)
+            if number == of - 1:
+                tail, own = replica.tail(pending, rows)
+                return add_tail(plan, buckets, tail), (add_replica_dim(own), broken, before.sums)
+            sums = (_added(before.sums),) if number else ()
+            kept = Before(before.params, add_replica_dim(pending), broken, sums, before.number + 1)
+            return Messages(buckets, ((), None)), kept
+
+        given, name = ("state", "pending", "rows"), f"micro-batch {number}"
+        if number == of - 1:
+            return Round("backward", given, backward, parts.scatters, "compute")
+        return Round(f"{name} backward", given, backward, parts.scatters_of(name), "compute")
+
+    return [one(number) for number in range(of)]
 
 
 @dataclass(frozen=True)
@@ -139,18 +178,17 @@ class Parts:
             for message, one in each
         )
 
+    def scatters_of(self, micro_batch: str) -> tuple[Reduction, ...]:
+        """The same of a micro-batch before the last one, which sends gradients alone."""
+        each = zip(self.plan.messages, self.scatters)
+        return tuple(
+            one._replace(name=f"{micro_batch} {one.name}") for message, one in each if message.bucket is not None
+        )
+
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
         """How buckets of parameters come to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
         return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather") for k in order)
-
-    def scattered(self, state: TrainState, pending: Any, rows: Any) -> tuple[Messages, Any]:
-        """The messages of gradients, and what is kept; the parameters are whole."""
-
-        def packed(grads: Any, tail: Any) -> Messages:
-            return add_tail(self.of_parts, pack_rows(self.of_parts, self.replica.group.size, grads), tail)
-
-        return self.replica.local(packed, state, pending, rows)
 
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:
         """The messages of parameters, of which this replica has its own parts."""
@@ -183,84 +221,30 @@ class Parts:
     def updated(self, state: TrainState, messages: Messages, kept: Any) -> tuple[TrainState, StepInfo]:
         """The next state, in shards where this one is and else with this replica's parts of the parameters."""
         mine, nothing = state._replace(params=self.own(state.params)), jnp.zeros(len(self.plan.messages), jnp.uint32)
-        mean = self.replica.mean(self.of_parts, self._came, mine, messages, kept, nothing)
-        comm, run = self.replica.group.communicator, partial(_run, self.replica, self.update, state, mine, mean)
+        *kept, sums = kept
+        came = partial(self._came, sums)
+        mean = self.replica.mean(self.of_parts, came, mine, messages, kept, nothing)
+        comm, run = self.replica.group.communicator, partial(run_on_parts, self.replica, self.update, state, mine, mean)
         (new, info), sent = count_bytes(comm, run)
         return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
 
     def sent(self, info: StepInfo, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> StepInfo:
         """With the bytes of each bucket, there and back; at the end of what travels alone, or inside of the update."""
-        of_buckets = by_bucket(self.plan, of_scatters).at[np.array(order, int)].add(of_gathers)
-        return info._replace(sent=of_buckets + info.sent)
+        before, last = jnp.split(of_scatters, [of_scatters.size - len(self.plan.messages)])
+        of_buckets = by_bucket(self.plan, last).at[np.array(order, int)].add(of_gathers)
+        of_earlier = before.reshape(-1, len(self.plan.buckets)).sum(0, dtype=jnp.uint32)
+        return info._replace(sent=of_buckets.at[: of_earlier.size].add(of_earlier) + info.sent)
 
-    def _came(self, messages: Messages) -> tuple[list[Any], Any]:
+    def _came(self, sums: Sequence[Sequence[Array]], messages: Messages) -> tuple[list[Any], Any]:
         buckets, tail = take_tail(self.of_parts, messages)
+        buckets = _added((*sums, buckets))
         return self.plan.treedef.flatten_up_to(unpack(self.of_parts, buckets)), tail
-
-
-def _run(
-    replica: Replica, update: Update, state: TrainState, mine: TrainState, mean: Mean, comm: Communicator
-) -> tuple[TrainState, StepInfo]:
-    """The update of whole arrays, run on parts; the new state has shards where the old one has."""
-    forms = jax.tree.map(_form, whole_forms(state))
-    params, treedef = jax.tree.flatten(forms.params)
-    chosen = set(replica.chosen(forms.params))
-    of_params = treedef.unflatten([Follows(i) if i in chosen else _same(x) for i, x in enumerate(params)])
-    of_grads = treedef.unflatten([Follows(i) if i in chosen else None for i in range(len(params))])
-    of_state = kinds_of_state(forms.opt_state, replica.trained(forms.params), of_grads)
-    of_mean = jax.tree.map(_same, mean._replace(grads=None))._replace(grads=of_grads)
-    others = jax.tree.map(_same, forms._replace(params=None, opt_state=None))
-    inputs = others._replace(params=of_params, opt_state=of_state), of_mean
-    form_of_mean = jax.tree.map(_form, mean._replace(grads=None))._replace(grads=replica.trained(forms.params))
-    with jax.sharding.use_abstract_mesh(replica.group.placement.view):
-        program, out = jax.make_jaxpr(update, return_shape=True)(forms, form_of_mean)
-    given = jax.tree.leaves(inputs, is_leaf=_is_kind)
-    run = on_parts(program, given, _ranks(comm, stays(program, given)))
-    new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
-
-    def shard(old: Any, new: Any) -> Any:
-        # What an optimizer has set anew is a number of any size.
-        return Shard(spread(new, old.parts.shape), old.shape) if is_shard(old) else new
-
-    held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
-    return new._replace(params=held[0], opt_state=held[1]), info
-
-
-def _ranks(comm: Communicator, stays: Mapping[int, Stay]) -> Ranks:
-    """What a replica knows of its parts, and how it talks to the others."""
-    homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
-
-    def exists(size: int) -> Array:
-        return there(size, comm.size, comm.replica_index())
-
-    return Ranks(exists, partial(_put_together, comm), partial(at_home, comm, homes))
-
-
-def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:
-    """Numbers of all replicas, put together in their order: the same bits on all."""
-    reduce = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op]
-    found = list[Array](numbers)
-    for dtype in dict.fromkeys(x.dtype for x in numbers):
-        places = [k for k, x in enumerate(numbers) if x.dtype == dtype]
-        mine = jnp.stack([numbers[k].reshape(()) for k in places])
-        sent = mine.astype(jnp.uint8) if jnp.issubdtype(dtype, jnp.bool_) else mine
-        made = reduce(comm.all_gather(sent), axis=0).astype(dtype)
-        for k, x in zip(places, made):
-            found[k] = x.reshape(numbers[k].shape)
-    return found
 
 
 def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_shard)
 
 
-def _form(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def _same(x: Any) -> Same:
-    return Same(x.size == 1)
-
-
-def _is_kind(x: Any) -> bool:
-    return isinstance(x, Kind)
+def _added(terms: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
+    """Arrays of several terms each."""
+    return tuple(reduce(jnp.add, each) for each in zip(*terms))

@@ -14,7 +14,10 @@ import pytest
 from every_schedule import SCHEDULES
 
 import fddp
+from fddp.buckets import take_apart
+from fddp.comm import of_one_replica, trace
 from fddp.hlo import find_collectives, parse
+from fddp.schedules import Communicate
 
 pytestmark = pytest.mark.steps
 
@@ -161,10 +164,16 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: str):
 
 
 @both
-@pytest.mark.parametrize("micro_batches", [1, 2], ids=["no_sync", "micro-batches"])
-def test_batches_are_accumulated_before_they_are_scattered(group: Groups, x64: None, micro_batches: int, shard: str):
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"),
+    [("fused", 1), ("fused", 4), ("staged", 2), ("staged", 4), pytest.param("after", 4, marks=pytest.mark.slow)],
+)
+def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
+    group: Groups, x64: None, schedule: str, micro_batches: int, shard: str
+):
     make = OPTIMIZERS["adamw, clipped"]
-    step = fddp.train_step(loss_fn, make(), group=group(3), shard=shard, accumulation_steps=micro_batches)
+    options: Any = {"shard": shard, "schedule": schedule, "accumulation_steps": micro_batches}
+    step = fddp.train_step(loss_fn, make(), group=group(3), **options)
     state = step.init(PARAMS)
     if micro_batches == 1:
         state, _ = step.no_sync(state, ROWS[:12])
@@ -176,6 +185,53 @@ def test_batches_are_accumulated_before_they_are_scattered(group: Groups, x64: N
     params = jax.tree.map(jnp.asarray, PARAMS)
     updates, _ = make().update(jax.grad(loss_fn)(params, expected), make().init(params), params)
     close(fddp.whole(state, group=group(3)).params, optax.apply_updates(params, updates))
+
+
+@both
+def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, shard: str):
+    """Counted on paper: what tasks before a micro-batch have made that its tasks, or later ones, read."""
+    n, size, options = 8, 64 * 64 * 4, {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0}
+    params = {name: np.ones((64, 64), np.float32) for name in "wv"}
+    step = fddp.train_step(
+        lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]), optax.adam(0.1), group=group(n), shard=shard, **options
+    )
+    state, batch = step.init(params), np.ones((4 * n, 64), np.float32)
+    listed = step.tasks(state, batch)
+    equal, shards = take_apart(state)
+    given = listed.enter(equal, None, *of_one_replica((shards, batch), n))
+    forms, held = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()}, []
+    last = max(at for at, task in enumerate(listed.tasks) if task.kind == "compute")
+    for at, task in enumerate(listed.tasks[:last]):
+        if task.name.endswith("stage 0"):
+            later = {name for other in listed.tasks[at:] for name in other.reads} - set(given)
+            held.append(sum(forms[name].size * 4 for name in later & set(forms)))
+        if isinstance(task, Communicate):
+            forms.update(zip(task.writes, (task.reduction.back(forms[task.reads[0]]),)))
+        else:
+            forms.update(
+                zip(task.writes, trace(group(n).placement, task.run, *(forms[name] for name in task.reads))[1])
+            )
+    whole = 2 * size if shard == "state" else 0  # parameters, which are gathered once
+    part = 2 * size // n
+    # What has come last is not added yet.
+    for had, most in zip(held, [0, part, 2 * part, 2 * part], strict=True):
+        assert had - whole <= most + 64, held
+
+
+@both
+def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups, shard: str):
+    params, sent = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}, []
+    for steps in (1, 2, 3):
+        step = fddp.train_step(
+            lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(4), shard=shard,
+            accumulation_steps=steps, bucket_cap_mb=0,
+        )  # fmt: skip
+        _, info = step(step.init(params), np.ones((24, 8), np.float32))
+        sent.append(np.asarray(info.sent).tolist())
+    leaves = [40 if bucket.names == ("w",) else 16 for bucket in step.plan.buckets]
+    for steps, each in zip((1, 2, 3), sent):
+        assert each[:2] == [(steps + 1) * 3 * size for size in leaves]  # three parts of a quarter of 4 bytes each
+        assert each[2] == sent[0][2]
 
 
 @both

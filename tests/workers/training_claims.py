@@ -404,14 +404,14 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
         expected = optax.apply_updates(expected, updates)
     ways = (
-        ("fused", "optimizer"),
-        ("staged", "optimizer"),
-        ("staged", "state"),
-        ("fused", "state"),
-        ("eager", "state"),
+        ("fused", "optimizer", 1),
+        ("staged", "optimizer", 4),
+        ("staged", "state", 1),
+        ("fused", "state", 2),
+        ("eager", "state", 2),
     )
-    for schedule, shard in ways:
-        options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
+    for schedule, shard, micro_batches in ways:
+        options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
         step = fddp.train_step(loss, optimizer, group=group, **options)
         state = step.init(params)
         for _ in range(3):

@@ -27,7 +27,7 @@ def problems(audit: "Audit") -> Iterator[str]:
         if collective.loops:
             yield (
                 f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in every round; "
-                "move it out of the loop. (Micro-batches of accumulation_steps send nothing.)"
+                "move it out of the loop. (What accumulation_steps sends stands outside of loops.)"
             )
     found = [message for message in audit.carries if message is not None]
     missing = [message for message in audit.messages if message not in found]

@@ -1,0 +1,102 @@
+"""The update of whole arrays, run on parts: what an optimizer does is not told anew for shards.
+
+The very function that updates whole arrays is traced. Where its program goes element by element it is run on parts;
+what it sums over elements is summed over replicas; and what it needs whole goes home for that.
+
+Source: ZeRO (Rajbhandari et al., SC 2020), whose optimizers are on the user's honour.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fddp.buckets import Shard, is_shard, there, whole_forms
+from fddp.comm import Communicator
+from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
+from fddp.optim import kinds_of_state
+from fddp.step.homes import at_home, dealt
+from fddp.step.replica import Replica
+from fddp.step.state import Mean, StepInfo, TrainState
+
+# (state, mean) -> (next state, what the step tells), of whole arrays
+Update = Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
+
+
+def run_on_parts(
+    replica: Replica, update: Update, state: TrainState, mine: TrainState, mean: Mean, comm: Communicator
+) -> tuple[TrainState, StepInfo]:
+    """Runs an update on what one replica has.
+
+    Args:
+      replica: what one replica does.
+      update: of whole arrays.
+      state: in shards, which say what the whole arrays are.
+      mine: the same, with this replica's parts of the parameters in place of shards and of whole leaves.
+      mean: what the replicas have in common; of gradients this replica's parts.
+      comm: to the others.
+
+    Returns:
+      The next state, in shards where this one is; and what the step tells.
+    """
+    forms = jax.tree.map(_form, whole_forms(state))
+    params, treedef = jax.tree.flatten(forms.params)
+    chosen = set(replica.chosen(forms.params))
+    of_params = treedef.unflatten([Follows(i) if i in chosen else _same(x) for i, x in enumerate(params)])
+    of_grads = treedef.unflatten([Follows(i) if i in chosen else None for i in range(len(params))])
+    of_state = kinds_of_state(forms.opt_state, replica.trained(forms.params), of_grads)
+    of_mean = jax.tree.map(_same, mean._replace(grads=None))._replace(grads=of_grads)
+    others = jax.tree.map(_same, forms._replace(params=None, opt_state=None))
+    inputs = others._replace(params=of_params, opt_state=of_state), of_mean
+    form_of_mean = jax.tree.map(_form, mean._replace(grads=None))._replace(grads=replica.trained(forms.params))
+    with jax.sharding.use_abstract_mesh(replica.group.placement.view):
+        program, out = jax.make_jaxpr(update, return_shape=True)(forms, form_of_mean)
+    given = jax.tree.leaves(inputs, is_leaf=_is_kind)
+    run = on_parts(program, given, _ranks(comm, stays(program, given)))
+    new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
+
+    def shard(old: Any, new: Any) -> Any:
+        # What an optimizer has set anew is a number of any size.
+        return Shard(spread(new, old.parts.shape), old.shape) if is_shard(old) else new
+
+    held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
+    return new._replace(params=held[0], opt_state=held[1]), info
+
+
+def _ranks(comm: Communicator, stays: Mapping[int, Stay]) -> Ranks:
+    """What a replica knows of its parts, and how it talks to the others."""
+    homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
+
+    def exists(size: int) -> Array:
+        return there(size, comm.size, comm.replica_index())
+
+    return Ranks(exists, partial(_put_together, comm), partial(at_home, comm, homes))
+
+
+def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:
+    """Numbers of all replicas, put together in their order: the same bits on all."""
+    reduce = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op]
+    found = list[Array](numbers)
+    for dtype in dict.fromkeys(x.dtype for x in numbers):
+        places = [k for k, x in enumerate(numbers) if x.dtype == dtype]
+        mine = jnp.stack([numbers[k].reshape(()) for k in places])
+        sent = mine.astype(jnp.uint8) if jnp.issubdtype(dtype, jnp.bool_) else mine
+        made = reduce(comm.all_gather(sent), axis=0).astype(dtype)
+        for k, x in zip(places, made):
+            found[k] = x.reshape(numbers[k].shape)
+    return found
+
+
+def _form(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def _same(x: Any) -> Same:
+    return Same(x.size == 1)
+
+
+def _is_kind(x: Any) -> bool:
+    return isinstance(x, Kind)
