@@ -4,8 +4,11 @@ One small function per launcher, each from an environment to a `Launch` or None;
 read: nothing here starts or connects anything.
 """
 
+import os
 import re
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
@@ -26,6 +29,8 @@ class Launch:
     """What srun's --mpi says, 'pmi2' for one; None if it offers MPI nothing."""
     local_size: int | None = None
     """The number of processes on its host; None if the launcher does not say."""
+    pmi_fd: int | None = None
+    """The socket by which MPICH's mpiexec hears of it; None if there is none."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -63,6 +68,21 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     launch = next(launch for launch in found if launch is not None)
     # Whoever started the ranks: where they meet can be told beside it.
     return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
+
+
+def pmi_socket(launch: Launch) -> int | None:
+    """The socket by which MPICH's mpiexec hears of this process, if it has it still.
+
+    Args:
+      launch: how this process was started.
+
+    Returns:
+      Its number. None: there is none, or a program between the two has closed it, and the number may be another file's.
+    """
+    with suppress(OSError):
+        if launch.pmi_fd is not None and stat.S_ISSOCK(os.fstat(launch.pmi_fd).st_mode):
+            return launch.pmi_fd
+    return None
 
 
 def missing_srun(launch: Launch, env: Mapping[str, str]) -> str:
@@ -126,6 +146,7 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
         size=_integer(env, "PMI_SIZE"),
         local_rank=_integer(env, "MPI_LOCALRANKID") if "MPI_LOCALRANKID" in env else None,
         local_size=_integer(env, "MPI_LOCALNRANKS") if "MPI_LOCALNRANKS" in env else None,
+        pmi_fd=_integer(env, "PMI_FD") if "PMI_FD" in env else None,
     )
 
 

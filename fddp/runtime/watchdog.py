@@ -76,7 +76,9 @@ def shared_journal(processes: int) -> tuple[Journal, int]:
     return Journal(mmap(file, BYTES), processes), file
 
 
-def watched(group: Group, file: int, stall_s: float | None, kept: Sequence[int] = ()) -> Group:
+def watched(
+    group: Group, file: int, stall_s: float | None, kept: Sequence[int] = (), pmi_fd: int | None = None
+) -> Group:
     """Starts this rank's watcher, if there are others; every rank of the job calls it.
 
     Args:
@@ -84,6 +86,7 @@ def watched(group: Group, file: int, stall_s: float | None, kept: Sequence[int] 
       file: its memory.
       stall_s: how long nothing may move while a rank waits in a step; None: 30 s, or ten steps.
       kept: files that the watcher is to hold open as long as it lives.
+      pmi_fd: the socket by which mpiexec hears of this process; the watcher holds it too, and is the last to do so.
 
     Returns:
       The group.
@@ -98,9 +101,9 @@ def watched(group: Group, file: int, stall_s: float | None, kept: Sequence[int] 
     ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
     stop = {"answer": ANSWER.format, "answered": ANSWERED, "proposal": PROPOSAL.format, "proposed": PROPOSED}
     done = {"done": (FINISHED, FAILED), "heads": HEADS}
-    times = {"stall_s": stall_s, "grace_s": GRACE_S}
+    ends = {"stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
-    job = own | memory | places | ring | stop | done | times
+    job = own | memory | places | ring | stop | done | ends
     if rank == 0:
         token = secrets.token_hex(16)
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))
@@ -138,7 +141,7 @@ def _start(job: dict, kept: Sequence[int]) -> None:
     # A session of its own: what ends the rank's group of processes must not silence who tells of it.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
-        pass_fds=[job["memory"], *kept],
+        pass_fds=[file for file in (job["memory"], job["pmi_fd"], *kept) if file is not None],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -19,7 +19,7 @@ from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
 from fddp.jax_internals import coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.coordinator import start_coordinator
-from fddp.runtime.launchers import Launch, missing_srun, read_launch
+from fddp.runtime.launchers import Launch, missing_srun, pmi_socket, read_launch
 from fddp.runtime.rendezvous import meet
 from fddp.runtime.vendors import import_mpi4jax
 from fddp.runtime.watchdog import shared_journal, watched
@@ -160,7 +160,7 @@ def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None
     if size > 1:
         end_together(rank, size, _service_ending(rank, size), journal)
     group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
-    return watched(group, file, stall_s, kept)
+    return watched(group, file, stall_s, kept, pmi_socket(launch))
 
 
 def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
@@ -178,7 +178,7 @@ def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
         end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()), journal)
     import_mpi4jax()
     _forget_shared_memory(comm)
-    return watched(replace(mpi_group(comm), journal=journal), file, stall_s)
+    return watched(replace(mpi_group(comm), journal=journal), file, stall_s, pmi_fd=pmi_socket(launch))
 
 
 def _forget_shared_memory(comm: Any) -> None:

@@ -1,8 +1,10 @@
 """Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
 
 import re
+import socket
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from processes import case, launch, written
 from fddp.analysis.flight import read_flights
 from fddp.analysis.flight import told as flight
 from fddp.runtime.watcher.main import STOP_S, Stop, stop_of
+from fddp.runtime.watcher.mpiexec import leave_last
 from fddp.runtime.watcher.remarks import remarks
 from fddp.runtime.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge
 
@@ -257,6 +260,31 @@ def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str
     assert f"rank 0 of {size}: rank {last} died between steps 20 and 21." in lines
     assert not any(f"rank {other} died" in line for line in lines for other in range(last))
     assert "Traceback" not in text
+
+
+@pytest.mark.ranks
+def test_a_job_is_no_success_to_mpiexec_if_a_rank_leaves_and_all_write_to_files_of_their_own(tmp_path: Path):
+    outcome = launch("mpi", 3, "faults.py", "exit", "staged", folder=tmp_path, timeout_s=60, OWN_FILES=str(tmp_path))
+    text = "\n".join(path.read_text() for path in sorted(tmp_path.glob("own.*")))
+    print(text)
+    assert outcome.codes == (1,)
+    assert "rank 0 of 3: rank 2 died between steps 20 and 21." in text
+    assert "python -m fddp flight" in text  # the last word, before mpiexec has ended
+
+
+def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
+    mpiexec, held = socket.socketpair()
+    link, first = socket.socketpair()
+    with mpiexec, held, link, first:
+        holds = Thread(target=leave_last, args=(held.fileno(), {link: bytearray()}, 60.0), kwargs={"abort": False})
+        holds.start()
+        assert first.recv(1) == b""  # rank 0's watcher does not wait for this one
+        assert holds.is_alive()
+        leave_last(held.fileno(), {}, 60.0, abort=True)
+        assert mpiexec.recv(100) == b"cmd=abort exitcode=1\n"
+        mpiexec.close()
+        holds.join(60.0)
+        assert not holds.is_alive()
 
 
 @on_ranks("backend, size, how, says", (MPI, "stop", "is stopped"), (GLOO, "hold", "does not run Python"))

@@ -1,11 +1,13 @@
 """Every launcher's environment is read for what it says, and for nothing it does not say."""
 
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fddp.runtime.abort import read_grace
-from fddp.runtime.launchers import Launch, missing_srun, read_launch
+from fddp.runtime.launchers import Launch, missing_srun, pmi_socket, read_launch
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -63,20 +65,34 @@ MET = f"n1:{6 + 61440}"
         (EXPLICIT | {"FDDP_LOCAL_RANK": "2"}, Launch("FDDP_* variables", 1, 3, 2, "node1:4711")),
         (OPEN_MPI, Launch("Open MPI", 2, 4, 0)),
         (HYDRA, Launch("Hydra", 5, 8, 1)),
+        (HYDRA | {"PMI_FD": "7"}, Launch("Hydra", 5, 8, 1, pmi_fd=7)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("Hydra", 0, 2)),
         (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{123456 % 4096 + 61440}")),
         (SRUN, Launch("Slurm", 1, 2, 0, MET)),
         (SRUN | {"SLURM_MPI_TYPE": "none"}, Launch("Slurm", 1, 2, 0, MET)),
         (SRUN_PMI2, Launch("Slurm", 1, 2, 0, MET, "pmi2")),
         (SRUN_PMIX, Launch("Slurm", 1, 2, 0, MET, "pmix")),
-        (HYDRA_IN_SBATCH, Launch("Hydra", 3, 4, 1, local_size=2)),
-        (HYDRA_IN_SBATCH_PMI2, Launch("Hydra", 3, 4, 1, local_size=2)),
+        (HYDRA_IN_SBATCH, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
+        (HYDRA_IN_SBATCH_PMI2, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
         (OPEN_MPI_IN_SBATCH, Launch("Open MPI", 1, 2, 0)),
     ],
     ids=str,
 )
 def test_a_launcher_is_read_for_what_it_says(env, launch):
     assert read_launch(env) == launch
+
+
+def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
+    """As where a program between the two has closed it: nobody writes to the file that has its number now."""
+    taken = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
+    ours, mpiexecs = socket.socketpair()
+    with ours, mpiexecs:
+        closed = ours.fileno()
+        assert taken(closed) == closed
+    with (tmp_path / "log").open("w") as file:
+        assert taken(file.fileno()) is None
+    assert taken(closed) is None
+    assert taken(None) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mmap import mmap
 from typing import Any, NamedTuple
 
 from .links import EVERY_S, lines, meet, say, send, wait_for_others, welcome
+from .mpiexec import leave_last
 from .rank import death, end, pidfd, put, reader, tell
 from .remarks import remarks
 from .verdicts import Verdict, judge, judge_alone
@@ -88,10 +89,12 @@ def main(job: dict[str, Any]) -> None:
                 say(f"rank {rank} of {job['size']}: {said}.")
             if verdict["end"]:
                 # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.
-                wait_for_others({} if rank else links, 2 * job["grace_s"])
+                patience = 2 * job["grace_s"]
+                wait_for_others({} if rank else links, patience)
                 if rank == 0:
                     say(f"`python -m fddp flight {job['flight']}` tells what each rank sent last.")
-                return end(memory, job, own, said, died)
+                end(memory, job, own, said, died)
+                return leave_last(job["pmi_fd"], links, patience, abort=rank == 0)
         over = own["gone"] and (own["done"] or now > own["gone"] + LAST_S)
         if over and (rank or not links):
             return None
