@@ -179,9 +179,9 @@ def tried(case: Case) -> Found:
             reader.start()
         until = time.monotonic() + LIMIT_S
         # A process that was just started does not have its environment yet.
-        while (any(job.poll() is None for job in jobs) or _processes(folder)) and time.monotonic() < until:
+        while (any(job.poll() is None for job in jobs) or processes_of(folder)) and time.monotonic() < until:
             time.sleep(0.05)
-        gone, going = time.monotonic(), _processes(folder)
+        gone, going = time.monotonic(), processes_of(folder)
         for process in going:
             os.kill(process, signal.SIGKILL)
         for reader in readers:
@@ -210,7 +210,7 @@ def _read(stream: Any, said: list[tuple[float, str]]) -> None:
         said.append((time.monotonic(), text))
 
 
-def _processes(folder: str) -> list[int]:
+def processes_of(folder: str) -> list[int]:
     """All processes that were started for a case, watchers included: they have its folder in their environment."""
     found = []
     for process in Path("/proc").iterdir():

@@ -29,7 +29,7 @@ from bench.jobs import MPIEXEC, ending
 NAMES = ("fddp-a", "fddp-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NETWORK = "10.77.0.0/24"
-PORT = 47011
+MEETING = f"{ADDRESSES[0]}:47011"
 BACKENDS = ("gloo", "mpi")
 
 
@@ -93,17 +93,29 @@ def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]], *, eac
         return json.loads(path.read_text())
 
 
-def start_gloo(command: Sequence[str], env: Mapping[str, str], each: int = 1) -> list[subprocess.Popen]:
+def start_gloo(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
     """Starts a command on each host, as so many ranks of each by FDDP_* variables."""
-    world = {"FDDP_SIZE": str(2 * each), "FDDP_COORDINATOR": f"{ADDRESSES[0]}:{PORT}", "NPROC": "2"}
+    world = {**os.environ, "FDDP_SIZE": str(2 * each), "FDDP_COORDINATOR": MEETING, "NPROC": "2", **env}
     return [
-        subprocess.Popen([*_enter(rank // each), *command], env={**os.environ, **world, "FDDP_RANK": str(rank), **env})
+        subprocess.Popen([*_enter(rank // each), *command], env=world | {"FDDP_RANK": str(rank)}, **pipes)
         for rank in range(2 * each)
     ]
 
 
-def start_mpi(command: Sequence[str], env: Mapping[str, str], each: int = 1) -> list[subprocess.Popen]:
+def start_mpi(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
     """Starts a command on each host, as so many ranks of MPI, over TCP between hosts."""
+    words = [MPIEXEC, "-hosts", ",".join(ADDRESSES), "-ppn", str(each), "-n", str(2 * each), *command]
+    return [_from_the_first(words, env, **pipes)]
+
+
+def start_run(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
+    """Starts a command on each host by `python -m fddp run`; ranks that ask for Gloo know where to meet."""
+    words = [sys.executable, "-m", "fddp", "run", "-n", str(2 * each), "--hosts", ",".join(ADDRESSES), "--", *command]
+    return [_from_the_first(words, {"FDDP_COORDINATOR": MEETING, **env}, **pipes)]
+
+
+def _from_the_first(words: Sequence[str], env: Mapping[str, str], **pipes: Any) -> subprocess.Popen:
+    """Starts on the first host what starts an mpiexec there: the second reaches it over the wire."""
     folder = tempfile.mkdtemp(prefix="fddp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     launcher = Path(folder) / "enter"
@@ -113,12 +125,10 @@ def start_mpi(command: Sequence[str], env: Mapping[str, str], each: int = 1) -> 
         f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
     )
     launcher.chmod(0o755)
+    enters = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(launcher)}
     over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
-    hosts = ["-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", ",".join(ADDRESSES)]
-    hosts += ["-ppn", str(each), "-n", str(2 * each)]
-    # mpiexec lives on the first host: the second reaches it over the wire.
-    inside = ["ip", "netns", "exec", NAMES[0], MPIEXEC, *hosts, *command]
-    return [subprocess.Popen(inside, env={**os.environ, **over_tcp, **env})]
+    inside = ["ip", "netns", "exec", NAMES[0], *words]
+    return subprocess.Popen(inside, env={**os.environ, **enters, **over_tcp, **env}, **pipes)
 
 
 def _enter(host: int) -> list[str]:

@@ -47,3 +47,4 @@ from fddp.jax_internals.programs import run_again as run_again
 from fddp.jax_internals.programs import scan_body as scan_body
 from fddp.jax_internals.programs import scattered_rows as scattered_rows
 from fddp.jax_internals.programs import while_programs as while_programs
+from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S

@@ -3,8 +3,9 @@
 import os
 import sys
 
-# Seconds without a sign of life after which JAX ends all processes, and that it waits for all at the end: its defaults.
-HEARTBEAT_S, SHUTDOWN_S = 100, 300
+# Seconds without a sign of life after which JAX ends all processes in its own words: the watchers do so sooner, or know
+# better. And those that it waits for all at the end, its default.
+HEARTBEAT_S, SHUTDOWN_S = 86_400, 300
 
 
 def serve(address: str, size: int) -> None:
@@ -18,11 +19,10 @@ def serve(address: str, size: int) -> None:
     try:
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-        service = _jax.get_distributed_runtime_service(address, size, recoverable=False, **times)
+        _service = _jax.get_distributed_runtime_service(address, size, recoverable=False, **times)
     except Exception as error:
         print(str(error).splitlines()[0], flush=True)
         return
     print("listens", flush=True)
     sys.stdin.read()
-    del service
-    os._exit(0)  # it would wait for processes that are gone
+    os._exit(0)  # at its end the service would wait for processes that are gone, or behind a wire that is cut

@@ -15,7 +15,7 @@ from fddp.analysis.flight import told as flight
 from fddp.runtime.watcher.main import STOP_S, Stop, stop_of
 from fddp.runtime.watcher.mpiexec import leave_last
 from fddp.runtime.watcher.remarks import remarks
-from fddp.runtime.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge
+from fddp.runtime.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
 
 ### What the watchers conclude
 
@@ -65,6 +65,33 @@ def test_ranks_that_move_or_are_all_between_steps_are_well():
 
 def test_the_first_step_may_take_any_time():
     assert conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6)) is None
+
+
+def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
+    late = lambda still, heard: conclude(  # noqa: E731
+        waiting(0, still) | {"steps": 1}, rank(1, steps=0, still=0.1, heard=NOW - heard)
+    )
+    assert late(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
+    first, second = late(11.0, 11.0), late(21.0, 21.0)
+    assert first is not None and second is not None
+    assert "rank 1 has not been heard of, before its first step" in first.words
+    assert (first.end, second.end) == (False, True)
+
+
+def test_a_rank_that_was_never_heard_of_is_named_once_the_others_wait_in_a_later_step():
+    never = unheard(1, rank(0), NOW - 11.0, met=False)
+    assert conclude(waiting(0, 11.0) | {"steps": 1}, never) is None  # it may compile
+    verdict = conclude(waiting(0, 11.0), never)
+    assert verdict is not None and "rank 1 has not been heard of" in verdict.words
+
+
+def test_who_no_longer_hears_of_rank_0_judges_alone_and_who_never_did_not_in_the_first_step():
+    late = waiting(1, 21.0)
+    for own, met in ((late, True), (late, False), (late | {"steps": 1}, True)):
+        verdict = judge_alone(own, NOW - 21.0, NOW, 10.0, met=met)
+        assert verdict is not None and verdict.end
+        assert "rank 0 has not been heard of, since it fell silent" in verdict.words
+    assert judge_alone(late | {"steps": 1}, NOW - 21.0, NOW, 10.0, met=False) is None
 
 
 def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():

@@ -11,6 +11,7 @@ Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency exte
 import os
 import select
 import signal
+import socket
 import struct
 import time
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from .links import EVERY_S, lines, meet, say, send, wait_for_others, welcome
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, put, reader, tell
 from .remarks import remarks
-from .verdicts import Verdict, judge, judge_alone
+from .verdicts import Verdict, judge, judge_alone, unheard
 
 STOP_S, LEAST_S = 1.5, 1e-3  # so long until all have heard where they are to stop, if a step takes no less than this
 LAST_S = 5.0  # so long the watcher of a rank that died waits for what the others' say of it
@@ -44,15 +45,16 @@ def main(job: dict[str, Any]) -> None:
     door, links = meet(memory, job)
     ears = [*([door] if door else []), *pidfd(job["parent"])]
     reports: dict[int, dict[str, Any]] = {}
+    spoke = dict[socket.socket, float]()
     said, before, sent, stop, remarked = "", None, 0.0, Stop(0, False), set[str]()
-    heard = born = time.monotonic()
+    born = time.monotonic()
     while True:
         ready, _, _ = select.select([*ears, *links], [], [], EVERY_S)
         if door and door in ready:
             welcome(door, links, job["token"])
         now, verdicts = time.monotonic(), list[Any]()
-        for line in [line for link in list(links) if link in ready for line in lines(link, links)]:
-            heard = now
+        for link, line in [(one, line) for one in list(links) if one in ready for line in lines(one, links)]:
+            spoke[link] = now
             if "words" in line:
                 verdicts.append(line)
             elif "step" in line:
@@ -64,9 +66,10 @@ def main(job: dict[str, Any]) -> None:
         ears = ears[: bool(door)] if own["gone"] else ears
         all_here = len(reports) == job["size"] or now > born + LAST_S
         if rank:
-            found = judge_alone(own, heard, now, job["stall_s"])
+            found = judge_alone(own, max(spoke.values(), default=born), now, job["stall_s"], met=bool(spoke))
         else:
-            found = judge(reports, now, job["stall_s"]) if all_here else None
+            silent = {other: unheard(other, own, born, met=False) for other in range(job["size"])}
+            found = judge(silent | reports, now, job["stall_s"]) if all_here else None
             stop = stop_of(reports, stop)
             for about, words in remarks(reports).items():
                 verdicts += [] if about in remarked else [Verdict(words, False)._asdict()]
@@ -90,11 +93,12 @@ def main(job: dict[str, Any]) -> None:
             if verdict["end"]:
                 # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.
                 patience = 2 * job["grace_s"]
-                wait_for_others({} if rank else links, patience)
+                near = {link: links[link] for link in links if spoke.get(link, now) > now - patience}
+                wait_for_others({} if rank else near, patience)
                 if rank == 0:
                     say(f"`python -m fddp flight {job['flight']}` tells what each rank sent last.")
                 end(memory, job, own, said, died)
-                return leave_last(job["pmi_fd"], links, patience, abort=rank == 0)
+                return leave_last(job["pmi_fd"], links, patience, abort=rank == 0 or found is not None)
         over = own["gone"] and (own["done"] or now > own["gone"] + LAST_S)
         if over and (rank or not links):
             return None

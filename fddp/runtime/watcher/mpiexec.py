@@ -2,7 +2,7 @@
 
 It has a socket for each rank. When one closes it kills the other ranks of that host, and may take their exit status for
 0. So a rank's watcher holds the socket too, and that of rank 0 says at last that the job has failed: then mpiexec ends
-at once with exit code 1.
+at once with exit code 1, also if it has lost a host.
 
 Source: MPICH's Hydra, `proxy/pmip_cb.c` and `mpiexec/pmiserv_misc.c`; the wire protocol of PMI 1.
 """

@@ -63,11 +63,14 @@ def first_of(dead: Sequence[Report]) -> Report:
 
 def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
     """Whether ranks wait in a step while none moves."""
-    # The first step compiles; how long one takes is known after three.
-    waiting = [one for one in going.values() if one["together"] and one["steps"] > (1 if stall_s else 3)]
-    if not waiting:
+    if not going:
         return None
     limit, silent = longest(going, stall_s), silence(going, stall_s)
+    # The first step compiles; how long one takes is known after three. A watcher is heard of all the time.
+    lost = any(now - one["heard"] > limit and one.get("met", True) for one in going.values())
+    waiting = [one for one in going.values() if one["together"] and (lost or one["steps"] > (1 if stall_s else 3))]
+    if not waiting:
+        return None
     quiet = min(one["still"] + now - one["heard"] for one in going.values())
     if quiet < limit:
         return None
@@ -125,7 +128,7 @@ def where(one: Report) -> str:
     return (f"between steps {number} and {number + 1}" if one["steps"] else "before its first step") + doing
 
 
-def judge_alone(own: Report, heard: float, now: float, stall_s: float | None) -> Verdict | None:
+def judge_alone(own: Report, heard: float, now: float, stall_s: float | None, *, met: bool = True) -> Verdict | None:
     """What a rank tells whose watcher no longer hears that of rank 0: rank 0 is where it was last heard of.
 
     Args:
@@ -133,19 +136,27 @@ def judge_alone(own: Report, heard: float, now: float, stall_s: float | None) ->
       heard: when rank 0 was last heard of.
       now: seconds of the same clock.
       stall_s: how long nothing may move.
+      met: whether it was heard of at all.
 
     Returns:
       The verdict, or None as long as nobody knows that anything is wrong.
     """
-    unknown = {
-        "steps": -1,
-        "calls": -1,
-        "still": 0.0,
-        "lifeless": 0.0,
-        "together": False,
-        "stopped": False,
-        "place": "",
-    }
-    first = {**own, **unknown, "rank": 0, "gone": None, "done": False, "heard": heard}
-    reports = {0: first, own["rank"]: own}
+    reports = {0: unheard(0, own, heard, met=met), own["rank"]: own}
     return judge(reports, now, stall_s) if now - heard > silence(reports, stall_s) else None
+
+
+def unheard(rank: int, own: Report, heard: float, *, met: bool) -> dict[str, Any]:
+    """What another rank knows of one whose watcher it does not hear.
+
+    Args:
+      rank: which.
+      own: the report of who does not hear it.
+      heard: when it was heard of last, or could have been.
+      met: whether it was: if not, nobody knows what it does in the first steps.
+
+    Returns:
+      Its report.
+    """
+    unknown = {"steps": -1, "calls": -1, "still": 0.0, "lifeless": 0.0, "together": False, "stopped": False}
+    nowhere = {"doing": "", "sending": "", "place": "", "gone": None, "done": False}
+    return {**own, **unknown, **nowhere, "rank": rank, "heard": heard, "met": met}
