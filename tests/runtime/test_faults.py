@@ -178,6 +178,14 @@ def test_a_rank_that_failed_and_is_gone_does_not_keep_the_others_waiting():
     assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 waits in step 53 for bucket 2", True)
 
 
+def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
+    over = rank(0, doing="finished", done=True)
+    assert conclude(over, rank(1, doing="failed", done=True)) is None  # it still tells why
+    assert conclude(over | {"gone": NOW}, rank(1, doing="failed", done=True, gone=NOW)) is None
+    verdict = conclude(over, rank(1, doing="failed", done=True, gone=NOW))
+    assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 has finished and waits for it", True)
+
+
 def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     verdict = conclude(waiting(0, 0.5), rank(1, doing="finished", done=True))
     assert verdict == Verdict(
@@ -341,6 +349,18 @@ def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int,
     _, lines = broken(tmp_path, backend, size, how)
     steps = 20 if how == "raise_exit" else 0
     assert any(line.startswith(f"rank 0 of {size}: rank {size - 1} finished after {steps} steps") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "backend, size, how", [case(GLOO, "late"), case(GLOO, "late_0", slow=True), case(MPI, "late", slow=True)]
+)
+def test_a_rank_that_raises_after_the_others_have_finished_ends_them(backend: str, size: int, how: str, tmp_path: Path):
+    text, lines = broken(tmp_path, backend, size, how)
+    wrong, over = (0, size - 1) if how == "late_0" else (size - 1, 0)
+    assert f"rank {wrong} of {size} failed:" in lines and "broken on purpose" in text
+    if backend == "gloo":  # MPI ends them by itself
+        waits = f"rank {wrong} failed after 20 steps, and rank {over} has finished and waits for it."
+        assert f"rank {over} of {size}: {waits}" in lines
 
 
 @pytest.mark.ranks

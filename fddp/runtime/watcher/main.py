@@ -86,7 +86,8 @@ def main(job: dict[str, Any]) -> None:
         for verdict in [] if rank else verdicts:
             send(links, verdict)
         for verdict in verdicts:
-            if not own["done"] and verdict["words"] != said:
+            concerned = not own["done"] or (verdict["end"] and not own["gone"])  # one that has finished is ended too
+            if concerned and verdict["words"] != said:
                 said = verdict["words"]
                 tell(memory, job, said, end=False)
                 say(f"rank {rank} of {job['size']}: {said}.")

@@ -52,6 +52,12 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
         shorter = one not in failed and one["steps"] < other["steps"]
         advice = ": give each rank equally many batches, or use fddp.join" * shorter
         return Verdict(f"rank {one['rank']} {how}, and rank {other['rank']} waits {where(other)}{advice}", True)
+    over = [one for one in reports.values() if one["doing"] == "finished" and not one["gone"]]
+    if over and (short := [one for one in failed if one["gone"]]):
+        # JAX ends no process before all have come to the end of their scripts.
+        steps = short[0]["steps"] + short[0]["before"]
+        words = f"rank {short[0]['rank']} failed after {steps} steps, and rank {over[0]['rank']} has finished"
+        return Verdict(f"{words} and waits for it", True)
     return stalled(going, now, stall_s)
 
 
