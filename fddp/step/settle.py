@@ -53,8 +53,8 @@ class Settled(NamedTuple):
     """the forms of batches whose loss is known to have no path to them."""
     held: TrainState
     """The form of what one replica holds of the state, with what is pending once something was."""
-    fits: Any = None
-    """The form of the state and the batch that were checked last."""
+    fits: tuple[Any, ...] = ()
+    """The forms of state and batch that were checked last: two, for one of no_sync and one of a step come in turns."""
     compared: bool = False
     """Whether the ranks' compiled programs are known to send the same."""
 
@@ -169,7 +169,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     form = _form(batch)
     own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if settled.replica.apart else [])
     fits = tree, [len(x) for x in own], form
-    if settled.fits == fits:
+    if fits in settled.fits:
         return settled
     check_state(settled.replica, state)
     held = settled.held
@@ -178,7 +178,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     state = whole_forms(state)
     check_params(settled.plan, state.params)
     check_batch(settled.replica, state, batch)
-    settled = settled._replace(fits=fits, held=held)
+    settled = settled._replace(fits=(fits, *settled.fits)[:2], held=held)
     if not settled.left_out or form in settled.forms:
         return settled
     chosen = settled.replica.chosen(state.params)

@@ -196,3 +196,15 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
     last = [np.asarray(x) for x in history[-1]]
     close(shards(state.model_state), [last[0]] * REPLICAS if broadcast else last)
     close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
+
+
+def test_in_turns_with_steps_nothing_is_checked_anew(group: Callable[[int], fddp.Group], monkeypatch: Any):
+    """What a call is given differs from what the next one is; to look through a large state takes its time."""
+    checked = []
+    monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
+    step = fddp.train_step(net, ADAM, group=group(2))
+    state, rows = step.init(PARAMS), np.ones((ROWS, 3))
+    for _ in range(3):
+        for call in (step.no_sync, step.no_sync, step):
+            state, _ = call(state, rows)
+    assert len(checked) == 2
