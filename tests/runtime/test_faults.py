@@ -186,6 +186,21 @@ def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
     assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 has finished and waits for it", True)
 
 
+def test_ranks_that_have_finished_wait_for_one_that_runs_and_for_one_that_is_lost_or_stopped_no_longer_than_in_a_step():
+    over, work = rank(0, doing="finished", done=True), {"still": 1e4, "place": "evaluate (train.py:9)"}
+    waits = ", and rank 0 has finished and waits for it"
+    place = "between steps 52 and 53, evaluate (train.py:9)"
+    assert conclude(over, rank(1, **work)) is None
+    assert conclude(over, rank(1, heard=NOW - 9.0, **work)) is None
+    for so_far, end in ((11.0, False), (21.0, True)):
+        lost = conclude(over, rank(1, heard=NOW - so_far, **work))
+        assert lost == Verdict(f"rank 1 has not been heard of, {place} (its host, or the network){waits}", end)
+        stopped = conclude(over, rank(1, stopped=True, lifeless=so_far, **work))
+        assert stopped == Verdict(f"rank 1 is stopped {place}{waits}", end)
+        held = conclude(over, rank(1, lifeless=so_far, **work))  # XLA may hold the interpreter for long
+        assert held is not None and not held.end
+
+
 def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     verdict = conclude(waiting(0, 0.5), rank(1, doing="finished", done=True))
     assert verdict == Verdict(
@@ -361,6 +376,15 @@ def test_a_rank_that_raises_after_the_others_have_finished_ends_them(backend: st
     if backend == "gloo":  # MPI ends them by itself
         waits = f"rank {wrong} failed after 20 steps, and rank {over} has finished and waits for it."
         assert f"rank {over} of {size}: {waits}" in lines
+
+
+@on_ranks("backend, size", (GLOO,))
+def test_a_rank_that_is_stopped_after_the_others_have_finished_is_named_and_ended(
+    backend: str, size: int, tmp_path: Path
+):
+    _, lines = broken(tmp_path, backend, size, "late_stop")
+    waits = f"rank {size - 1} is stopped between steps 20 and 21.*, and rank 0 has finished and waits for it"
+    assert any(re.search(waits, line) for line in lines)
 
 
 @pytest.mark.ranks

@@ -49,7 +49,7 @@ def main(how: str, schedule: str) -> None:
         lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2), optax.sgd(0.1), schedule=schedule, bucket_cap_mb=0
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    ends = {"early": 200, "pause": 200, "slow": 80, "late": 20}
+    ends = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}
     for number in range(ends.get(how, 100_000)):
         if broken and how == "slow" and number >= 20:
             if number == 20:
@@ -68,6 +68,8 @@ def main(how: str, schedule: str) -> None:
             break
     if broken and how == "late":
         raise ArithmeticError("broken on purpose")
+    if broken and how == "late_stop":
+        HOW["stop"]()
     if how == "slow":
         print(fddp.stats(step).watchers_said)
     if how == "pause":

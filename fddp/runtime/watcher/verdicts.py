@@ -58,7 +58,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
         steps = short[0]["steps"] + short[0]["before"]
         words = f"rank {short[0]['rank']} failed after {steps} steps, and rank {over[0]['rank']} has finished"
         return Verdict(f"{words} and waits for it", True)
-    return stalled(going, now, stall_s)
+    return stalled(going, now, stall_s) or missing(going, over, now, stall_s)
 
 
 def first_of(dead: Sequence[Report]) -> Report:
@@ -96,6 +96,18 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
     if busy:
         words += f". If this goes on for {most:.0f} s all ranks end; call fddp.alive() in long loops between steps"
     return Verdict(words.replace(f"for {limit:.0f} s:", f"for {most:.0f} s:") if quiet > most else words, quiet > most)
+
+
+def missing(going: Mapping[int, Report], over: Sequence[Report], now: float, stall_s: float | None) -> Verdict | None:
+    """Whether ranks that have finished wait for one that does not run: one that runs may take any time."""
+    still = [(one["lifeless"] + now - one["heard"], one) for one in going.values() if one.get("met", True)]
+    if not (still and over):
+        return None
+    limit, (quiet, one) = longest(going, stall_s), max(still, key=lambda pair: pair[0])
+    most = 2 * limit if one["stopped"] or now - one["heard"] > limit else PATIENCE * limit
+    told = f"rank {one['rank']} {condition(one, now, silence(going, stall_s))}"
+    words = f"{told}, and rank {over[0]['rank']} has finished and waits for it"
+    return Verdict(words, quiet > most) if quiet > limit else None
 
 
 def longest(reports: Mapping[int, Report], stall_s: float | None) -> float:
