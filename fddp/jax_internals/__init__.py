@@ -48,4 +48,3 @@ from fddp.jax_internals.programs import scan_body as scan_body
 from fddp.jax_internals.programs import scattered_rows as scattered_rows
 from fddp.jax_internals.programs import while_programs as while_programs
 from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S
-from fddp.jax_internals.service import SHUTDOWN_S as SHUTDOWN_S

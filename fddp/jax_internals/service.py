@@ -3,9 +3,9 @@
 import os
 import sys
 
-# Seconds after which JAX ends all processes in its own words: without a sign of life of one, and after the first came
-# to the end of its script. The watchers do so sooner, or know better: a rank may evaluate long after the others.
-HEARTBEAT_S = SHUTDOWN_S = 7 * 86_400
+# Seconds without a sign of life after which JAX ends all processes in its own words: the watchers do so sooner, or know
+# better. And those that it waits for all at the end, its default.
+HEARTBEAT_S, SHUTDOWN_S = 7 * 86_400, 300
 
 
 def serve(address: str, size: int) -> None:

@@ -7,11 +7,14 @@ say which rank died where.
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import jax
+
 import fddp.jax_internals
-from fddp.jax_internals import secured
+from fddp.jax_internals import HEARTBEAT_S, coordination_client, secured
 from fddp.runtime.rendezvous import bind_address
 
 LOOSE = "127.0.0.1:0"  # where JAX's own service listens, to which nobody comes
@@ -51,6 +54,14 @@ def start_coordinator(coordinator: str, rank: int, size: int) -> Coordinator:
     if secured():
         return Coordinator(bind, ())
     return Coordinator(LOOSE, (_serve(bind, size),) if rank == 0 else ())
+
+
+def wait_for_all() -> None:
+    """Waits until every rank has come to the end: JAX would, for five minutes, and one may evaluate for longer."""
+    client = coordination_client()
+    with suppress(jax.errors.JaxRuntimeError):
+        if client is not None:
+            client.wait_at_barrier("fddp/end", 1000 * HEARTBEAT_S)
 
 
 def _serve(address: str, size: int) -> int:

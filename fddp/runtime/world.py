@@ -3,6 +3,7 @@
 Source: `torch.distributed.init_process_group`.
 """
 
+import atexit
 import importlib.util
 import os
 import re
@@ -16,9 +17,9 @@ from typing import Any
 import jax
 
 from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
-from fddp.jax_internals import HEARTBEAT_S, SHUTDOWN_S, coordination_client
+from fddp.jax_internals import HEARTBEAT_S, coordination_client
 from fddp.runtime.abort import Ending, end_together
-from fddp.runtime.coordinator import start_coordinator
+from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.launchers import Launch, missing_srun, pmi_socket, read_launch
 from fddp.runtime.rendezvous import meet
 from fddp.runtime.vendors import import_mpi4jax
@@ -223,13 +224,13 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> tuple[
             local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
             heartbeat_timeout_seconds=HEARTBEAT_S,
-            shutdown_timeout_seconds=SHUTDOWN_S,
             coordinator_bind_address=service.bind,
             # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
             cluster_detection_method="deactivate" if backend == "gloo" else None,
         )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
+    atexit.register(wait_for_all)
     return service.kept
 
 

@@ -4,8 +4,10 @@ import os
 import socket
 import time
 
+import jax
 import pytest
 
+from fddp.runtime import coordinator
 from fddp.runtime.coordinator import LOOSE, start_coordinator
 
 WAIT_S = 20.0
@@ -49,3 +51,19 @@ def test_a_service_that_does_not_start_says_why():
         port = taken.getsockname()[1]
         with pytest.raises(RuntimeError, match=rf"coordination service did not start at 127.0.0.1:{port}: .+"):
             start_coordinator(f"127.0.0.1:{port}", 0, 2)
+
+
+def test_who_has_come_to_the_end_waits_for_the_others_for_days_and_then_leaves_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    waited: list[float] = []
+
+    class Client:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            waited.append(milliseconds / 86_400_000)
+            raise jax.errors.JaxRuntimeError("the service is gone")
+
+    for client in (Client(), None):  # None: the script has called jax.distributed.shutdown
+        monkeypatch.setattr(coordinator, "coordination_client", lambda client=client: client)
+        coordinator.wait_for_all()
+    assert waited == [7]
