@@ -161,6 +161,8 @@ def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None
     if size > 1:
         end_together(rank, size, _service_ending(rank, size), journal)
     group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
+    if size > 1:  # not sooner: who fails before the watchers are there would wait for days
+        atexit.register(wait_for_all)
     return watched(group, file, stall_s, kept, pmi_socket(launch))
 
 
@@ -230,7 +232,6 @@ def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> tuple[
         )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
-    atexit.register(wait_for_all)
     return service.kept
 
 
