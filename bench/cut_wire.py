@@ -27,6 +27,7 @@ from bench.faults import processes_of
 from bench.record import save
 from bench.two_hosts import BACKENDS, NAMES, ROOT, start_gloo, start_mpi, start_run, two_hosts
 from fddp.analysis.flight import read_flights
+from fddp.comm import poll
 
 STALL_S, LIMIT_S, STEPS = 2.0, 60.0, 500  # steps before the cut
 CUTS = {"pulled": "ip link set wire down", "silent": "tc qdisc replace dev wire root bfifo limit 1"}
@@ -85,27 +86,17 @@ def tried(backend: str, way: str, cut: str) -> Found:
         env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "BENCH": folder, "FDDP_FLIGHT_DIR": f"{folder}/flight"}
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         jobs = start([sys.executable, __file__, "--rank", backend, folder], env, **quiet)
-        _until(lambda: Path(folder, "trains").exists())
+        poll(lambda: Path(folder, "trains").exists(), LIMIT_S)
         for name in NAMES:
             subprocess.run(["ip", "netns", "exec", name, *CUTS[cut].split()], check=True)
         at = time.monotonic()
-        over = _until(lambda: not processes_of(folder) and all(job.poll() is not None for job in jobs))
+        over = poll(lambda: all(job.poll() is not None for job in jobs) and not processes_of(folder), LIMIT_S)
         gone = time.monotonic() - at
         for process in processes_of(folder):
             os.kill(process, signal.SIGKILL)
         codes = [job.wait() for job in jobs]
         flights = read_flights([f"{folder}/flight"])
     return Found(backend, way, cut, round(gone, 2) if over else None, codes, [one["why"] for one in flights])
-
-
-def _until(true: Callable[[], bool]) -> bool:
-    """Whether it comes true within the limit."""
-    end = time.monotonic() + LIMIT_S
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def train(backend: str, folder: Path) -> None:
