@@ -102,12 +102,17 @@ def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: A
     Returns:
       The sums of these rows, and the buffers and the count after them.
     """
-    parts = jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), rows)
+    parts = in_parts(rows, steps)
     first, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
     if steps > 1:
         start = _from_zero(add, pending, last)
         pending, _ = jax.lax.scan(lambda carried, part: (add(carried, part), None), start, first)
     return add(pending, last)
+
+
+def in_parts(rows: Any, steps: int) -> Any:
+    """A replica's rows as equal micro-batches, along a first dim."""
+    return jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), rows)
 
 
 def reached(

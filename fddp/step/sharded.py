@@ -37,6 +37,7 @@ from fddp.buckets import (
 )
 from fddp.comm import add_replica_dim, as_uint32, count_bytes, drop_replica_dim
 from fddp.hooks import Reduction, reductions
+from fddp.losses import in_parts
 from fddp.schedules import Pieces, Round
 from fddp.step.parts_update import Update, run_on_parts
 from fddp.step.replica import Replica, by_bucket
@@ -136,7 +137,7 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
             if before.params is not None:
                 state = state._replace(params=drop_replica_dim(before.params))
             # By a number that is given equal micro-batches are equal programs.
-            part = jax.tree.map(lambda x: x.reshape(of, x.shape[0] // of, *x.shape[1:])[before.number[0]], rows)
+            part = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, of))
             grads, pending, broken = replica.gradients(state, before.pending, part, 1)
             broken = add_replica_dim(broken)
             broken = broken if before.broken is None else before.broken | broken
@@ -221,9 +222,9 @@ class Parts:
     def updated(self, state: TrainState, messages: Messages, kept: Any) -> tuple[TrainState, StepInfo]:
         """The next state, in shards where this one is and else with this replica's parts of the parameters."""
         mine, nothing = state._replace(params=self.own(state.params)), jnp.zeros(len(self.plan.messages), jnp.uint32)
-        *kept, sums = kept
+        own, broken, sums = kept
         came = partial(self._came, sums)
-        mean = self.replica.mean(self.of_parts, came, mine, messages, kept, nothing)
+        mean = self.replica.mean(self.of_parts, came, mine, messages, (own, broken), nothing)
         comm, run = self.replica.group.communicator, partial(run_on_parts, self.replica, self.update, state, mine, mean)
         (new, info), sent = count_bytes(comm, run)
         return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
