@@ -132,20 +132,12 @@ def _as_made(
 ) -> list[Compute]:
     """A round, cut where a message is made and where one of `count` comes back that it needs, from `before` on."""
     messages = sum(name.startswith("message ") for name in made)
-    kept = [at for at, name in enumerate(made) if at >= messages and name not in given]
-    groups = [[k] for k in range(messages)]
+    groups, kept = [[k] for k in range(messages)], list(range(messages, len(made)))
     if not groups or take_more(closed, kept):
         groups.append([])  # no message waits for what is not in it
     groups[-1] += kept
-    return stages_of(
-        one.name.replace("backward", "stage"),
-        one.kind,
-        closed,
-        given,
-        made,
-        groups,
-        {before + k: k + 1 for k in range(count)},
-    )
+    title = one.name.replace("backward", "stage")
+    return stages_of(title, one.kind, closed, given, made, groups, {before + k: k + 1 for k in range(count)})
 
 
 def _in_turn(
@@ -166,8 +158,7 @@ def _in_turn(
     back |= {at: count - 1 for at, name in enumerate(given) if name == BYTES}
     alone = bool(collectives(closed))
     when = [count - 1 if alone else used(k, count) for k in arrivals(closed, back)]
-    own = [name not in given for name in made]
-    groups = [[number for number, k in enumerate(when) if k == of and own[number]] for of in range(count)]
+    groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
     return stages_of(one.name, "update", closed, given, made, groups)
 
 
@@ -215,8 +206,9 @@ def stages_of(
     groups: Sequence[Sequence[int]],
     comes: Mapping[int, int] | None = None,
 ) -> list[Compute]:
-    """The stages of a program as tasks."""
-    jaxpr = closed.jaxpr
+    """The stages of a program as tasks; what it hands on under the name by which it was given nobody makes."""
+    jaxpr, there = closed.jaxpr, set(given)
+    groups = [[number for number in group if made[number] not in there] for group in groups]
     outputs = [jaxpr.outvars[number] for group in groups for number in group]
     consts = dict(zip(jaxpr.constvars, closed.consts))
     whole = make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts)
