@@ -5,6 +5,7 @@ other watchers; a thread of the rank shows that its interpreter runs.
 """
 
 import atexit
+import gc
 import json
 import os
 import secrets
@@ -131,10 +132,18 @@ def _live(journal: Journal) -> None:
 
 def _place() -> str:
     """The line of the user's that the main thread is in, or has called from; empty where there is none."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+    # Python 3.11 may collect garbage while it makes a frame of another thread; a callback of the collector lets that
+    # thread run on, and what comes back is no frame any more.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
+            frame = frame.f_back
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _start(job: dict, kept: Sequence[int]) -> None:

@@ -1,0 +1,36 @@
+"""What a rank's own thread writes down for its watcher."""
+
+import gc
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from fddp.runtime import watchdog
+
+
+class Frame:
+    """A frame of fddp's own, so that the one before it is asked for; it looks whether garbage may be collected then."""
+
+    f_code = SimpleNamespace(co_filename=watchdog.NOT_THEIRS[0])
+
+    def __init__(self, seen: list[bool]):
+        self.seen = seen
+
+    @property
+    def f_back(self) -> None:
+        self.seen.append(gc.isenabled())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_the_frames_of_the_main_thread_are_read(monkeypatch, collects):
+    """CPython 3.11 lets that thread run on within such a collection, and its frames go away under the reader."""
+    seen: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.main_thread().ident: Frame(seen)})
+    if not collects:
+        gc.disable()
+    try:
+        assert (watchdog._place(), seen, gc.isenabled()) == ("", [False], collects)
+    finally:
+        gc.enable()
