@@ -16,8 +16,8 @@ from typing import NamedTuple
 from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, first_word
 from fddp.schedules.timeline import simulate
 
-# Of so many buckets one is gathered as soon as it is updated.
-STRIDE = 3
+# Of so many buckets one is gathered as soon as it is updated, among the first two thirds: not beside the last scatters.
+STRIDE = 2
 AHEAD = "ahead"  # the queue of gathers
 NEXT = ", next"  # how a step calls what the next one is given
 RESULTS = (NEW, "result")
@@ -60,9 +60,10 @@ class Turned(NamedTuple):
 def turned(listed: TaskList) -> Turned:
     """Turns a list.
 
-    The gathers of the next step leave in the order of first use, but for every third bucket, which is gathered as soon
-    as it is updated: scatters leave holes on the link while the backward pass goes on, and these fill them. With fewer
-    the link idles; with more the first stages of the next step wait for what only later ones use.
+    The gathers of the next step leave in the order of first use, but for every second one of the buckets that are
+    updated first: it is gathered at once. Scatters leave holes on the link while the backward pass goes on, and these
+    gathers fill them. With fewer the link idles; with more, and beside the last scatters, the first stages of the next
+    step wait for what only later ones use.
 
     Args:
       listed: opens with gathers of shards, in the order of first use, and ends with updates.
@@ -86,7 +87,8 @@ def turned(listed: TaskList) -> Turned:
             missing.difference_update(pack.writes)
     made = {name: at for at, task in enumerate(closing) for name in task.writes}
     gathers = [task for task in again if isinstance(task, Communicate)]
-    early = sorted(gathers, key=lambda task: made[task.reads[0]])[::STRIDE]
+    early = sorted(gathers, key=lambda task: made[task.reads[0]])
+    early = early[: 2 * len(early) // 3 : STRIDE]
     closing += [*early, *(task for task in gathers if task not in early)]
     return Turned(opening, body, updates, tuple(closing))
 

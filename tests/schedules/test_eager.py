@@ -18,7 +18,7 @@ import fddp
 from fddp.comm import Journal, poll
 from fddp.hooks import Reduction
 from fddp.schedules import Span
-from fddp.schedules.ahead import NEXT, STRIDE, Turned, kept_last, steady_seconds, turned
+from fddp.schedules.ahead import NEXT, Turned, kept_last, steady_seconds, turned
 from fddp.schedules.eager import Crossing
 from fddp.schedules.queues import Queues
 from fddp.schedules.send import sending
@@ -60,10 +60,10 @@ def test_a_gather_is_packed_of_the_new_shards_as_soon_as_these_are_there_and_bef
     assert closing["pack 2"].reads == ("new/2",) and closing["gather 2"].writes == ("whole 2" + NEXT,)
 
 
-def test_every_third_bucket_is_gathered_as_soon_as_it_is_updated_and_the_others_by_first_use():
-    gathers = [task.name for task in layers(8).closing if isinstance(task, Communicate)]
-    assert STRIDE == 3
-    assert gathers == [f"gather {k}" for k in (7, 4, 1, 0, 2, 3, 5, 6)]
+@pytest.mark.parametrize(("n", "first"), [(8, (7, 5, 3)), (9, (8, 6, 4)), (7, (6, 4)), (2, (1,)), (1, ())])
+def test_every_second_bucket_but_none_of_the_last_third_is_gathered_at_once_and_the_others_by_first_use(n, first):
+    gathers = [task.name for task in layers(n).closing if isinstance(task, Communicate)]
+    assert gathers == [f"gather {k}" for k in (*first, *(k for k in range(n) if k not in first))]
 
 
 def test_with_one_bucket_nothing_overlaps_and_a_step_takes_the_sum_of_its_tasks():
@@ -74,7 +74,7 @@ def test_a_gather_lies_under_the_next_forward_pass_and_a_scatter_under_this_back
     """Two layers, by hand: 2 of forward, 4 of backward, messages of 1 each.
 
     Backward of layer 1 ends at 4, of layer 0 at 6; scatter 0 ends at 7, with its update, and gather 0 at 8: gather 1,
-    every third, was over at 6. Then the next forward pass may begin: 8 seconds after this one began.
+    of the first two thirds, was over at 6. Then the next forward pass may begin: 8 seconds after this one began.
     """
     assert steady_seconds(layers(2).tasks, seconds(2, 2.0, 4.0, 4.0)) == pytest.approx(8.0)
 
