@@ -8,30 +8,28 @@ Source: DeAR (Zhang et al., ICDCS 2023); `overlap_param_gather` in Megatron-LM, 
 buckets are not in the order of first use (Megatron-LM#950).
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from math import inf
 from operator import is_
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
 
 from fddp.comm import Group, Placement, Recovery
 from fddp.hooks import Memory
-from fddp.jax_internals import asked_for, with_configuration
+from fddp.jax_internals import with_configuration
 from fddp.schedules.ahead import AHEAD, NEXT, Turned, kept_last, new, queue_of, turned
+from fddp.schedules.doing import computing, updating
 from fddp.schedules.lists import in_stages
+from fddp.schedules.log import Log
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.programs import Prepared, Programs, compiled, preparing
 from fddp.schedules.queues import Do, Queues
 from fddp.schedules.send import Sent, bytes_of, sending
 from fddp.schedules.tasks import BYTES, Task, TaskList
 from fddp.schedules.threads import refuse_without_jit
-from fddp.schedules.timeline import Span, Timeline
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -70,7 +68,7 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
         listed = make(*arguments)
         return listed._replace(tasks=turned(listed).tasks)
 
-    return Runner(run, None, crossing.timeline, tasks)
+    return Runner(run, None, crossing.log.timeline, tasks)
 
 
 class Ahead(NamedTuple):
@@ -98,8 +96,7 @@ class Crossing:
         """
         self._group, self._gather, self._beside = group, gather, beside
         self._ahead: Ahead | None = None
-        # Gathers write down their times while a step looks: `list` of a dict is made at once.
-        self._spans, self._flights, self._window = list[Span](), dict[float, Span](), (0.0, 0.0)
+        self.log = Log()
 
     def step(self, now: Prepared, parts: Turned, values: dict[str, Any]) -> dict[str, Any]:
         """Runs a step.
@@ -112,9 +109,7 @@ class Crossing:
         Returns:
           Its result and the new shards, by name.
         """
-        begin, self._spans = perf_counter(), []
-        for start in [start for start, span in list(self._flights.items()) if span.end <= begin]:
-            del self._flights[start]
+        self.log.begin()
         of = tuple(values[name] for name in parts.given)
         here, crosses = self._left(of)
         here = here or self._open(now, parts, values, of)
@@ -123,7 +118,8 @@ class Crossing:
         queues, leaves = Queues(tasks, values | here.brought, [*parts.results, *brought]), dict[str, Sent]()
         values.clear()
         here.brought.clear()
-        sends, (compute, idle) = self._sending(now, here, leaves), self._computing(now)
+        sends = self._sending(now, here, leaves)
+        compute, idle = computing(now.programs, self._group.journal, self.log)
         # What is on its way may lie in the memory of the shards that an update writes to.
         jobs = self._start(queues, tasks, sends, self._updating(now, after=here.job))
         try:
@@ -138,18 +134,8 @@ class Crossing:
         if crosses:
             promised = {name: queues.kept[name + NEXT] for name in parts.brought}
             self._ahead = Ahead(tuple(result[new(name)] for name in parts.given), promised, leaves, jobs[AHEAD])
-        self._window = begin, perf_counter()
+        self.log.end()
         return result
-
-    def timeline(self) -> Timeline:
-        """What was computed and sent during the last step: of gathers what lay between its begin and its end."""
-        begin, end = self._window
-        flights = [
-            replace(span, start=max(begin, span.start), end=min(end, span.end))
-            for span in list(self._flights.values())
-            if span.start < end
-        ]
-        return Timeline((*self._spans, *flights))
 
     def _left(self, of: Sequence[Any]) -> tuple[Ahead | None, bool]:
         """What the step before left for these very shards; and whether this one is to leave something.
@@ -185,38 +171,8 @@ class Crossing:
         threads.shutdown(wait=False)
         return jobs
 
-    def _computing(self, now: Prepared) -> tuple[Do, Callable[[], None]]:
-        """Does a stage while the one before it runs, so that the core never waits for Python; and waits for both."""
-        launched, clock = deque[tuple[Task, Sequence[Any], float]](), perf_counter()
-
-        def wait_for(most: int) -> None:
-            nonlocal clock
-            while len(launched) > most:
-                task, made, since = launched.popleft()
-                jax.block_until_ready(made)
-                self._spans.append(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
-
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-            since = perf_counter()
-            self._group.journal.say(task.name)
-            made = now.programs[task.name](*read)
-            launched.append((task, made, since))
-            wait_for(1)
-            return made
-
-        return do, partial(wait_for, 0)
-
     def _updating(self, now: Prepared, after: Future[None] | None = None) -> Do:
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-            if after:
-                after.result()
-            start = perf_counter()
-            with asked_for():  # a collective of MPI takes a token along, which is new in each thread
-                made = jax.block_until_ready(now.programs[task.name](*read))
-            self._spans.append(Span(task.kind, task.name, start, perf_counter()))
-            return made
-
-        return do
+        return updating(now.programs, self.log, after)
 
     def _sending(self, now: Prepared, here: Ahead | None, leaves: dict[str, Sent]) -> Do:
         """Sends messages; the bytes that a step tells are those of the gathers that came, not of those that leave."""
@@ -224,17 +180,13 @@ class Crossing:
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
-            start, ahead = perf_counter(), queue_of(task) == AHEAD
-            if ahead:
-                self._flights[start] = Span("communication", task.name, start, inf)
+            ahead = queue_of(task) == AHEAD
             send = self._gather if ahead else now.send
-            one = send(numbers[task.name], (), lambda: asked[0], message)
-            told_of = one._replace(total=None)  # what it brought lives until its last reader has it, and no longer
-            if ahead:
-                leaves[task.name], self._flights[start] = told_of, one.span
-            else:
-                sent[task.name] = told_of
-                self._spans.append(one.span)
+            with self.log.under_way(task) as note:
+                one = send(numbers[task.name], (), lambda: asked[0], message)
+                note(one.span)
+            # What it brought lives until its last reader has it, and no longer.
+            (leaves if ahead else sent)[task.name] = one._replace(total=None)
             return one.total, *([told()] if BYTES in task.writes else [])
 
         def told() -> Any:

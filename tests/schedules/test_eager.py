@@ -20,8 +20,8 @@ from fddp.hooks import Reduction
 from fddp.schedules import Span
 from fddp.schedules.ahead import NEXT, Turned, kept_last, steady_seconds, turned
 from fddp.schedules.eager import Crossing
+from fddp.schedules.log import Log
 from fddp.schedules.queues import Queues
-from fddp.schedules.send import sending
 from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
 
 Groups = Callable[[int], fddp.Group]
@@ -297,17 +297,33 @@ def test_whole_parameters_live_until_their_last_use_and_no_longer(group: Groups,
     assert len(brought) > 1 and left[-1] == 0
 
 
-def test_a_timeline_is_told_while_gathers_leave(group: Groups, monkeypatch: pytest.MonkeyPatch):
-    crossing, module = Crossing(group(1), sending(group(1), ()), beside=True), sys.modules[Crossing.__module__]
-    crossing._flights[0.0] = Span("communication", "gather 0", 0.0, 1.0)
-    crossing._window = 0.0, 2.0
+def test_a_timeline_is_told_while_other_threads_note_their_tasks(monkeypatch: pytest.MonkeyPatch):
+    log, module = Log(), sys.modules[Log.__module__]
+    log.begin()
+    log.add(Span("communication", "gather 0", 0.0, time.perf_counter()))
+    log.end()
 
     def leaving(span: Span, **times: float) -> Span:
-        crossing._flights[1.0] = Span("communication", "gather 1", 1.0, 2.0)
+        log.add(Span("communication", "gather 1", 0.0, 1.0))
         return replace(span, **times)
 
     monkeypatch.setattr(module, "replace", leaving)
-    assert [span.name for span in crossing.timeline().spans] == ["gather 0"]
+    assert [span.name for span in log.timeline().spans] == ["gather 0"]
+
+
+def test_of_a_task_that_goes_on_beyond_its_step_each_step_tells_its_part():
+    log, task = Log(), Compute("bucket 3", (), ())
+    log.begin()
+    with log.under_way(task):
+        log.end()
+        (before,) = log.timeline().spans
+        log.begin()
+    log.end()
+    (after,) = log.timeline().spans
+    assert before.name == after.name == "bucket 3" and before.start < before.end <= after.start < after.end
+    log.begin()
+    log.end()
+    assert not log.timeline().spans, "what was over is forgotten"
 
 
 ### What is under way beside other things
