@@ -30,6 +30,7 @@ from bench.record import ratio, save, summary
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
 from fddp.schedules import steady_seconds
+from fddp.schedules.tasks import replaces
 
 STEPS = 4  # of a turn
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
     "state, staged": {"schedule": "staged", "shard": "state"},
     "state, eager": {"schedule": "eager", "shard": "state"},
+    "whole, eager": {"schedule": "eager"},
     "whole, after": {"schedule": "after"},
     "optimizer, after": {"schedule": "after", "shard": "optimizer"},
     "state, after": {"schedule": "after", "shard": "state"},
@@ -88,6 +90,7 @@ def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> 
             group.barrier()
             # What the first step finds under way is of another training.
             took = [training.step_seconds() for _ in range(STEPS)][1:]
+            jax.block_until_ready(training.state)  # nor shall the next one find this one's
             seconds[way] += took if turn >= 0 else []
     on_paper = {
         way: group.all_reduce(np.array(ways[way].on_paper()), op="max") for way in ways if way.endswith("eager")
@@ -114,33 +117,43 @@ class Training:
     def __init__(self, task: Problem, group: fddp.Group, cap_mb: float, **options: Any) -> None:
         caps = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"), cap_mb)
         self.step = fddp.train_step(task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options)
-        self.seconds = defaultdict[str, list[float]](list)
+        self.seconds, self.nbytes = defaultdict[str, list[float]](list), dict[str, int]()
         self.state, self.batch = self.step.init(task.params, model_state=task.model_state), task.batch
         self.state, self.info = self.step(self.state, self.batch)
 
     def step_seconds(self) -> float:
-        """Takes a step and waits for its end."""
+        """Takes a step and waits for what it tells, as a loop does that prints it."""
         begin = time.perf_counter()
-        self.state, self.info = jax.block_until_ready(self.step(self.state, self.batch))
+        self.state, self.info = self.step(self.state, self.batch)
+        jax.block_until_ready(self.info)
         took = time.perf_counter() - begin
         for span in self.step.timeline().spans:
             self.seconds[span.name].append(span.seconds)
+            self.nbytes[span.name] = span.nbytes
         return took
 
     def on_paper(self) -> float:
-        """Seconds of a step on paper, if it sends ahead: stages as long as beside traffic, all else as long as alone.
+        """Seconds of a step on paper, if it crosses the border: stages as long as beside traffic, all else as alone.
 
-        A gather is as long as the scatter of its bucket, which has the same bytes.
+        A gather is as long as the scatter of its bucket, which has the same bytes. Of whole sums, some of which lie in
+        two steps, a byte takes as long as in half of them at most.
         """
-        tasks = self.step.tasks(self.state, self.batch).tasks
-        alone = {name: min(some) for name, some in self.seconds.items()}
+        listed, whole = self.step.tasks(self.state, self.batch), not self.step.options.shard
+        names = [task.name for task in listed.messages]
+        per_byte = np.median(
+            [t / self.nbytes[name] for name in names for t in self.seconds[name] if name in self.nbytes]
+        )
+
+        def alone(name: str) -> float:
+            if whole and name in names:
+                return float(self.nbytes[name] * per_byte)
+            return min(self.seconds[name.replace("gather", "bucket")])
+
         took = {
-            task.name: float(np.median(self.seconds[task.name]))
-            if task.kind == "compute"
-            else alone[task.name.replace("gather", "bucket")]
-            for task in tasks
+            task.name: float(np.median(self.seconds[task.name])) if task.kind == "compute" else alone(task.name)
+            for task in listed.tasks
         }
-        return steady_seconds(tasks, took)
+        return steady_seconds(listed.tasks, took, *([replaces] if whole else []))
 
 
 def held(tree: Any) -> int:

@@ -251,6 +251,12 @@ def test_a_rank_that_failed_alone_before_an_eager_step_s_first_message_and_tries
     assert NOT_TOGETHER.replace("message 8", "message 11") in last
 
 
+@on("mpi")
+def test_so_does_one_before_its_first_message_while_sums_of_the_step_before_are_under_way(backend: str, tmp_path: Path):
+    _, last = ended(tmp_path, backend, "before, whole", "retries.py")
+    assert NOT_TOGETHER.replace("message 8", "message 3") in last
+
+
 @on("gloo")
 def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, tmp_path: Path):
     _, last = ended(tmp_path, backend, "swallow", "retries.py")

@@ -194,7 +194,8 @@ def measure(step: TrainStep, state: Any, batches: Iterable[Any]) -> Measurement:
     def run(batch: Any) -> Any:
         nonlocal carried
         carried, info = step(carried, batch)
-        return carried, info
+        # A step of several programs returns when it is over, or leaves to the next one what it has not done (eager).
+        return (carried, info) if step.is_one_program else info
 
     jax.block_until_ready(run(batches[0]))
     return watch(run, batches, None if step.is_one_program else step.timeline)
@@ -204,7 +205,7 @@ def watch(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[
     """Runs anything that is a step, and watches it.
 
     Args:
-      run: runs a step on a batch, and returns all that it makes.
+      run: runs a step on a batch, and returns what is to be waited for.
       batches: one for each step.
       timeline: tells when the last step computed and communicated; None: XLA's profiler does.
 

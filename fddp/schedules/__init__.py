@@ -21,6 +21,7 @@ from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
 from fddp.schedules.programs import compiled as compiled
 from fddp.schedules.programs import on_each_device as on_each_device
+from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.tasks import Communicate as Communicate
 from fddp.schedules.tasks import Compute as Compute
 from fddp.schedules.tasks import TaskList as TaskList
@@ -32,5 +33,6 @@ from fddp.schedules.timeline import Timeline as Timeline
 from fddp.schedules.timeline import observed_pace as observed_pace
 from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate
+from fddp.schedules.trailing import trailing as trailing
 from fddp.schedules.virtual import VirtualStep as VirtualStep
 from fddp.schedules.virtual import in_virtual_replicas as in_virtual_replicas

@@ -9,11 +9,11 @@ Source: DeAR (Zhang et al., ICDCS 2023), whose gathers wait for the last scatter
 and PACE (Bao et al., INFOCOM 2020) for the order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, first_word
+from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, first_word, replaces
 from fddp.schedules.timeline import simulate
 
 # Of so many buckets one is gathered as soon as it is updated, among the first two thirds: not beside the last scatters.
@@ -93,29 +93,34 @@ def turned(listed: TaskList) -> Turned:
     return Turned(opening, body, updates, tuple(closing))
 
 
-def steady_seconds(tasks: Sequence[Task], seconds: Mapping[str, float]) -> float:
+def steady_seconds(
+    tasks: Sequence[Task], seconds: Mapping[str, float], late: Callable[[str], Any] = lambda name: False
+) -> float:
     """How long a step takes after many like it, on paper: see `simulate`.
 
     Args:
-      tasks: of a step that sends ahead.
+      tasks: of a step that crosses the border to the next one.
       seconds: what each takes, by its name.
+      late: which of its results the step does not wait for when it returns.
 
     Returns:
       Seconds between the ends of the updates of two steps.
     """
     written = [name for task in tasks for name in task.writes]
-    brought = {name.removesuffix(NEXT) for name in written if name.endswith(NEXT)}
-    results = {name for name in written if first_word(name) in RESULTS}
+    results = [name for name in written if first_word(name) in RESULTS]
+    # What a step reads, and as what the one before it has written it.
+    before = {replaces(name): name for name in results if late(name)}
+    before |= {name.removesuffix(NEXT): name for name in written if name.endswith(NEXT)}
     several, took, ends = list[Task](), dict[str, float](), list[str]()
     for step in range(STEPS):
         for place, task in enumerate(tasks):
-            reads = [_at(step - 1, name + NEXT) if name in brought else _at(step, name) for name in task.reads]
-            # Python returns when all is updated.
-            reads += [_at(step - 1, name) for name in results] if place == 0 and step else []
+            reads = [_at(step - 1, before[name]) if name in before else _at(step, name) for name in task.reads]
+            # Python returns when all else is there.
+            reads += [_at(step - 1, name) for name in results if not late(name)] if place == 0 and step else []
             writes = tuple(_at(step, name) for name in task.writes)
             several.append(task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes))
             took[several[-1].name] = seconds.get(task.name, 0.0)
-        ends.append(_at(step, [task.name for task in tasks if not results.isdisjoint(task.writes)][-1]))
+        ends.append(_at(step, [task.name for task in tasks if not set(results).isdisjoint(task.writes)][-1]))
     ended = {span.name: span.end for span in simulate(several, took, queue=queue_of).spans}
     return ended[ends[-1]] - ended[ends[-2]]
 

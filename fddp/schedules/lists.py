@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -61,6 +61,31 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     )
 
 
+class Program(NamedTuple):
+    """A round, or what is made of the last one, as a program that is to be cut."""
+
+    name: str
+    kind: str
+    closed: ClosedJaxpr
+    read: list[str]
+    """What it is given, by name."""
+    back: dict[int, int]
+    """Which of that are messages that come back: the number of each, from 0."""
+    made: list[str]
+    """What it makes."""
+
+
+# (the first round, what is made of the last one) → names of arguments, and when each comes: from 1 on, one after the
+# other. All others are there.
+Late: TypeAlias = Callable[[Program, Program], Mapping[str, int]]
+
+
+def nothing_late(first: Program, last: Program) -> Mapping[str, int]:
+    """All arguments of a step are there when it begins."""
+    del first, last
+    return {}
+
+
 def half_together(k: int, count: int) -> int:
     """With which of `count` sums what needs sum k is used: of those that are left half go together.
 
@@ -78,6 +103,7 @@ def in_stages(
     rows: Any,
     *,
     used: Callable[[int, int], int] = half_together,
+    late: Late = nothing_late,
 ) -> TaskList:
     """Each round cut where its messages are made, and where those of the round before come back.
 
@@ -89,6 +115,7 @@ def in_stages(
       shards: likewise.
       rows: likewise.
       used: (k, count) → with which of so many messages what needs the k-th is used in an update.
+      late: which of the arguments come late, and in which order: the first round is cut there as well.
 
     Returns:
       The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
@@ -96,28 +123,33 @@ def in_stages(
     arguments = forms_of((state, pending, shards, rows))
     given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
     names = {word: names_of(word, tree) for word, tree in given.items()}
-    tasks, sends, came, held = list[Task](), list[Communicate](), (None, None), list[str]()
-
-    in_turn = partial(_in_turn, used)
+    sends, came, held = list[Communicate](), (None, None), list[str]()
+    programs, following = list[Program](), communications([one.reductions for one in pieces.rounds])
 
     def of(words: Sequence[str]) -> list[str]:
         return [name for word in words for name in names[word]]
 
-    for one, following in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
+    for one, leave in zip(pieces.rounds, following):
         closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
         read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
         held = _passed_on(closed, read, len(jax.tree.leaves(messages)), names_of(f"kept by {one.name}", kept))
-        made = [*_read(following), *held]
-        cutting = in_turn if sends and one.kind == "update" else _as_made
-        for task in cutting(one, closed, read, before, made, len(sends)):
-            tasks += [task, *(send for send in following if send.reads[0] in task.writes)]
-        sends, came = following, (_back(following, messages), kept)
+        back = {before + k: k for k in range(len(sends))}
+        programs.append(Program(one.name, one.kind, closed, read, back, [*_read(leave), *held]))
+        sends, came = leave, (_back(leave, messages), kept)
 
     nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
     closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
     there = of(("state", SHARDS))
     read, results = [*there, *_written(sends), *held, BYTES], [*names_of("result", result), *names_of(NEW, new)]
-    tasks += in_turn(pieces, closed, read, len(there), results, len(sends))
+    last = Program(pieces.name, "update", closed, read, {len(there) + k: k for k in range(len(sends))}, results)
+
+    tasks, comes = list[Task](), late(programs[0], last)
+    for program, leave in zip(programs, following):
+        in_turn = program.back and program.kind == "update"
+        for task in _in_turn(used, program) if in_turn else _as_made(program, comes):
+            tasks += [task, *(send for send in leave if send.reads[0] in task.writes)]
+        comes = {}
+    tasks += _in_turn(used, last)
 
     treedef = jax.tree.structure((result, new))
     return TaskList(
@@ -127,39 +159,31 @@ def in_stages(
     )
 
 
-def _as_made(
-    one: Round, closed: ClosedJaxpr, given: Sequence[str], before: int, made: Sequence[str], count: int
-) -> list[Compute]:
-    """A round, cut where a message is made and where one of `count` comes back that it needs, from `before` on."""
+def _as_made(program: Program, late: Mapping[str, int]) -> list[Compute]:
+    """A round, cut where a message is made and where something comes that it needs: a message, or a late argument."""
+    made, title = program.made, program.name.replace("backward", "stage")
     messages = sum(name.startswith("message ") for name in made)
     groups, kept = [[k] for k in range(messages)], list(range(messages, len(made)))
-    if not groups or take_more(closed, kept):
+    if not groups or take_more(program.closed, kept):
         groups.append([])  # no message waits for what is not in it
     groups[-1] += kept
-    title = one.name.replace("backward", "stage")
-    return stages_of(title, one.kind, closed, given, made, groups, {before + k: k + 1 for k in range(count)})
+    comes = {at: late[name] for at, name in enumerate(program.read) if name in late}
+    comes |= {at: k + 1 for at, k in program.back.items()}
+    return stages_of(title, program.kind, program.closed, program.read, made, groups, comes)
 
 
-def _in_turn(
-    used: Callable[[int, int], int],
-    one: Round | Pieces,
-    closed: ClosedJaxpr,
-    given: Sequence[str],
-    before: int,
-    made: Sequence[str],
-    count: int,
-) -> list[Compute]:
-    """What is made of `count` messages that come back one after the other, given from number `before` on, in stages.
+def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]:
+    """What is made of messages that come back one after the other, in stages.
 
     What a message is for is done when it is back; how much was sent is known when all of them are. What speaks with the
     other replicas itself, for a norm say, waits for all and is waited for: beside a message it would mix with that.
     """
-    back, count = {before + k: k for k in range(count)}, max(1, count)
-    back |= {at: count - 1 for at, name in enumerate(given) if name == BYTES}
-    alone = bool(collectives(closed))
-    when = [count - 1 if alone else used(k, count) for k in arrivals(closed, back)]
+    count = max(1, len(program.back))
+    back = program.back | {at: count - 1 for at, name in enumerate(program.read) if name == BYTES}
+    alone = bool(collectives(program.closed))
+    when = [count - 1 if alone else used(k, count) for k in arrivals(program.closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
-    return stages_of(one.name, "update", closed, given, made, groups)
+    return stages_of(program.name, "update", program.closed, program.read, program.made, groups)
 
 
 def _passed_on(closed: ClosedJaxpr, given: Sequence[str], first: int, names: Sequence[str]) -> list[str]:

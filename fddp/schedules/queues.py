@@ -6,16 +6,32 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import Any, TypeAlias
 
+import jax
+
 from fddp.schedules.tasks import Task
 
 # What does a task: (task, values that it reads) → values that it writes.
 Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
 
 
+class Promise(Future[Any]):
+    """An array that is still being made, of a known form."""
+
+    def __init__(self, form: jax.ShapeDtypeStruct) -> None:
+        super().__init__()
+        self.form, self.shape, self.dtype = form, form.shape, form.dtype
+
+
 class Queues:
     """Tasks that wait for each other across threads."""
 
-    def __init__(self, tasks: Sequence[Task], values: Mapping[str, Any], kept: Iterable[str]) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        values: Mapping[str, Any],
+        kept: Iterable[str],
+        promise: Callable[[str], Future[Any]] = lambda name: Future(),
+    ) -> None:
         """Promises all that is read or kept.
 
         Args:
@@ -23,8 +39,9 @@ class Queues:
           values: those that are there at first, or futures of them.
           kept: names of values that are wanted in the end; a value that is not is let go of when its last reader has
             it, so that its memory can be used again.
+          promise: makes the future of one that is kept.
         """
-        self.kept = {name: Future[Any]() for name in kept}
+        self.kept = {name: promise(name) for name in kept}
         self._readers, self._lock = Counter(name for task in tasks for name in task.reads), Lock()
         written = {name for task in tasks for name in task.writes}
         read = {name: self.kept.get(name) or Future[Any]() for name in written & self._readers.keys()}

@@ -90,6 +90,11 @@ def first_word(name: str) -> str:
     return name.replace("/", " ").split()[0]
 
 
+def replaces(name: str) -> str:
+    """The part of the state whose place a result takes in the next step: "state/step" of "result/0/step"; or ""."""
+    return "state/" + name.removeprefix("result/0/") if name.startswith("result/0/") else ""
+
+
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:
     """The tasks that send messages, numbered through all rounds: "message k" becomes "sum k"."""
     firsts = np.cumsum([0, *map(len, rounds)]).tolist()

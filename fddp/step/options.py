@@ -63,9 +63,10 @@ class Options:
         the step (and the scale of `fddp.dynamic_scale`), on all ranks; the rank that made them so says whose gradient.
       check_replicas_every (0): after so many steps ranks compare a digest of each parameter and of the optimizer's
         state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
-      schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'eager', for shard='state':
-        the same, and updates and gathers as soon as they can be, also under the next step's forward pass; 'after':
-        traffic last; 'auto' picks. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
+      schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'eager': the same, and a step
+        returns before its last sums are back (with shard='state': before its parameters are gathered): they come under
+        the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager'. Or a function that makes a
+        schedule of a step's pieces (`fddp.schedules.Schedule`).
       shard (None): 'optimizer': each replica holds a part of the optimizer's state and updates that part of the
         parameters (ZeRO, stage 1), with the bytes of an all-reduce; 'state': it holds a part of the parameters too,
         which are gathered in the order in which the forward pass uses them (stage 3, but that they stay until the
@@ -132,14 +133,23 @@ class Options:
                 raise ValueError(
                     f"shard={self.shard!r} scatters every bucket as it is, and cannot go with {name}: leave one out."
                 )
-        if self.schedule == "eager" and self.shard != "state":
-            raise ValueError(
-                "schedule='eager' gathers the parameters of the next step while this one ends, for which they have to "
-                f"rest in shards: give shard='state' as well, got {self.shard!r}."
-            )
+        if self.schedule == "eager":
+            self._check_eager()
         self._check_virtual()
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
+
+    def _check_eager(self) -> None:
+        if self.shard == "optimizer":
+            raise ValueError(
+                "schedule='eager' crosses the border between two steps with all of the state, in shards or whole: give "
+                "shard='state', or no shard at all, got 'optimizer'."
+            )
+        if self.hook is not None:
+            raise ValueError(
+                "schedule='eager' lets the next step begin before all sums are back, and a hook remembers for the next "
+                "step what it made of all of them: leave hook= out, or give schedule='staged'."
+            )
 
     def _check_virtual(self) -> None:
         count = self.virtual_replicas

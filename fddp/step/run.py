@@ -10,11 +10,11 @@ from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums
-from fddp.schedules import TaskList
+from fddp.schedules import Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
-from fddp.step.state import TrainState
+from fddp.step.state import TrainState, opened, promised
 from fddp.step.whole import whole
 
 # What is equal on all replicas, pending, in shards, and remembered for each message: where programs take them.
@@ -39,7 +39,7 @@ def ready(
     """
     refuse_transformations()
     # Taken apart once: after a step of large arrays its leaves are far from the cache.
-    leaves, tree = jax.tree.flatten(state)
+    leaves, tree = jax.tree.flatten(opened(state))
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, batch, call)
@@ -90,6 +90,8 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
         group.journal.launched(result[1])
     if settled.replica.apart:
         result = join(result, shards)
+    if isinstance(result[0], TrainState):
+        result = promised(result[0]), *result[1:]
     return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
 
@@ -103,7 +105,7 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
         # No gradient is sent; parameters that rest in shards have to come together all the same.
         params = whole(state.params, group=settled.replica.group)
         replicated = replicated._replace(params=placement.place(params, REPLICATED))
-    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(batch))
+    accumulated, means = settled.accumulate(promised(replicated), shards, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     journal.adds(settled.replica.group.processes)
@@ -133,9 +135,9 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
-    if alone and not settled.replica.apart and placement.holds(leaves):
-        return state, None, (), ()
-    refuse_deleted(leaves)
+    if alone and not settled.replica.apart and placement.holds([x for x in leaves if not isinstance(x, Promise)]):
+        return opened(state), None, (), ()
+    refuse_deleted(state)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated, shards = state._replace(accumulated=None, hook_state=()), []

@@ -1,11 +1,16 @@
 """What a step carries on, and what its replicas have in common when they have spoken."""
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from fddp.losses import Pending
+from fddp.schedules import Promise
 
 
 class TrainState(NamedTuple):
@@ -14,6 +19,9 @@ class TrainState(NamedTuple):
 
     A step writes the next state where the one that it is given lies, unless it has `donate=False`: whatever else still
     holds arrays of that state (a Flax module, say) then holds deleted ones, and has to copy them before.
+
+    Under `schedule="eager"` a step returns before all of the state is there. Whoever looks at a part of it, in whatever
+    way, waits for that part; the next step does not.
     """
 
     step: Int[Array, ""]
@@ -30,6 +38,72 @@ class TrainState(NamedTuple):
     """What `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: nothing."""
     rng: Any
     """A random key; None without."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return _there(tuple.__getattribute__(self, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_there, tuple.__iter__(self))
+
+    def __getitem__(self, at: Any) -> Any:
+        return tuple(self)[at]
+
+    def __repr__(self) -> str:
+        return f"TrainState({', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
+
+
+# What JAX itself does for a NamedTuple does not ask `__iter__`.
+register_pytree_with_keys(
+    TrainState,
+    lambda state: (tuple((GetAttrKey(name), value) for name, value in zip(state._fields, state)), None),
+    lambda _, values: TrainState(*values),
+    lambda state: (tuple(state), None),
+)
+
+
+class Promised:
+    """A tree with promises for leaves."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    @cached_property
+    def kept(self) -> Any:
+        """The tree, once all of it is there."""
+        return jax.tree.map(lambda x: x.result() if isinstance(x, Promise) else x, self.tree)
+
+
+def promised(state: TrainState) -> TrainState:
+    """A state of which some leaves are promises, for those who know nothing of these.
+
+    Args:
+      state: from a schedule.
+
+    Returns:
+      The same; what is read of it is waited for.
+    """
+    parts = tuple.__iter__(state)
+    return TrainState._make(Promised(part) if any(map(_is_promise, jax.tree.leaves(part))) else part for part in parts)
+
+
+def opened(state: TrainState) -> TrainState:
+    """The same state for those who do: with promises for leaves, those that are kept left out.
+
+    Args:
+      state: what a step was given.
+
+    Returns:
+      The state; nothing is waited for.
+    """
+    return TrainState._make(part.tree if isinstance(part, Promised) else part for part in tuple.__iter__(state))
+
+
+def _there(part: Any) -> Any:
+    return part.kept if isinstance(part, Promised) else part
+
+
+def _is_promise(x: Any) -> bool:
+    return isinstance(x, Promise)
 
 
 class StepInfo(NamedTuple):

@@ -243,10 +243,9 @@ def test_a_timeline_tells_what_lay_between_the_begin_and_the_end_of_its_step(gro
     assert {span.name for span in line.communication} >= {f"bucket {k}" for k in range(len(step.plan.buckets))}
 
 
-def test_eager_is_for_parameters_that_rest_in_shards(group: Groups):
-    for shard in (None, "optimizer"):
-        with pytest.raises(ValueError, match="give shard='state' as well, got"):
-            fddp.train_step(net, optax.adam(0.05), group=group(2), schedule="eager", shard=shard)
+def test_eager_is_for_all_of_a_state_and_for_losses_without_collectives(group: Groups):
+    with pytest.raises(ValueError, match="give shard='state', or no shard at all, got 'optimizer'"):
+        fddp.train_step(net, optax.adam(0.05), group=group(2), schedule="eager", shard="optimizer")
     with pytest.raises(ValueError, match=r"collectives of its own \(psum"):
         step = fddp.train_step(
             lambda w, x: jax.lax.psum(jnp.mean(w * x), "replica"), optax.sgd(0.1), group=group(2), schedule="eager",

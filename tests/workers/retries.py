@@ -31,7 +31,7 @@ def main(how: str) -> None:
 
     def begin(doing: str) -> None:
         stages.extend([doing] * (doing == "stage 0"))
-        if how == "before" and last and doing == "stage 0" and len(stages) == 3:
+        if how.startswith("before") and last and doing == "stage 0" and len(stages) == 3:
             raise ArithmeticError("on purpose")
         say(doing)
 
@@ -40,8 +40,13 @@ def main(how: str) -> None:
 
     def step() -> tuple[fddp.TrainStep, fddp.TrainState]:
         loss = lambda p, x: sum(jnp.mean((w - x) ** 2) for w in p)  # noqa: E731
-        ahead = {"schedule": "eager", "shard": "state"} if how == "before" else {"schedule": "staged"}
-        options: Any = {"group": breaking, "bucket_cap_mb": 0, "donate": False, **ahead}
+        ahead = {"before": {"schedule": "eager", "shard": "state"}, "before, whole": {"schedule": "eager"}}
+        options: Any = {
+            "group": breaking,
+            "bucket_cap_mb": 0,
+            "donate": False,
+            **ahead.get(how, {"schedule": "staged"}),
+        }
         step = fddp.train_step(loss, optax.sgd(0.1), **options)
         return step, step.init([jnp.zeros(n) for n in (1, 2, 3)])
 

@@ -1,0 +1,158 @@
+"""A step that returns before its last sums are back: they come, and are used, under the next one's forward pass.
+
+What is still to come of the state is a promise. Whoever reads it waits; a step that is given it does not, but lets each
+of its stages wait for what that stage reads. So nothing is ever stale, whatever becomes of the state meanwhile.
+
+Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between steps in the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fddp.buckets import Messages
+from fddp.comm import MOST, Group, Placement, Recovery
+from fddp.hooks import Memory, plain_bytes
+from fddp.jax_internals import with_configuration
+from fddp.schedules.ahead import RESULTS, kept_last
+from fddp.schedules.behind import come_late, trailed
+from fddp.schedules.doing import computing, updating
+from fddp.schedules.lists import in_stages
+from fddp.schedules.log import Log
+from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.programs import Prepared, Programs, compiled, preparing
+from fddp.schedules.queues import Do, Promise, Queues
+from fddp.schedules.send import Sent, bytes_of
+from fddp.schedules.tasks import BYTES, Task, TaskList, first_word, replaces
+from fddp.schedules.threads import refuse_without_jit
+
+
+def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Stages beside all-reduces, and updates beside both; what the state still lacks when the stages are over follows.
+
+    Messages and updates have a thread each. The messages of all steps leave on a communicator of their own, one after
+    the other. Where there is none, for a process has several devices or sums go over nodes first, nothing is under way
+    between two steps.
+
+    Args:
+      group: the replicas.
+      pieces: the step.
+      donate: whether updates may reuse the optimizer's state's memory.
+
+    Returns:
+      The runner; of its result what takes the place of a part of the state may be a `Promise`.
+    """
+    # What leaves between two steps is no message of a step that may be tried again.
+    own = group.clone(2)
+    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
+    pieces, steps = _told_at_once(group, pieces), Steps(group, beside=len(own) > 1)
+
+    def make(*arguments: Any) -> TaskList:
+        return trailed(in_stages(group.placement, pieces, *arguments, used=lambda k, count: k, late=come_late))
+
+    prepare = preparing(lane, make, _programs, donate)
+
+    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
+        refuse_without_jit("eager")
+        rows = group.placement.place(rows, group.placement.per_replica)
+        now = prepare(jax.tree.map(_form, state), pending, shards, rows)
+        group.recovery.sends()  # who fails from here on may not begin anew alone
+        return *now.listed.leave(steps.step(now, now.listed.enter(state, pending, shards, rows))), memory
+
+    return Runner(run, None, steps.log.timeline, make)
+
+
+class Steps:
+    """Steps of which one begins while the one before it ends."""
+
+    def __init__(self, group: Group, beside: bool) -> None:
+        """Args:
+        group: the replicas.
+        beside: whether messages may be under way beside others.
+        """
+        self._group, self._beside = group, beside
+        self.log = Log()
+
+    def step(self, now: Prepared, values: dict[str, Any]) -> dict[str, Any]:
+        """Runs a step, until its stages are over and what it tells is there.
+
+        Args:
+          now: its programs.
+          values: those that are there at first, or promises of them; they are taken over.
+
+        Returns:
+          Its result and the new shards, by name; of the new state promises.
+        """
+        self.log.begin()
+        tasks, forms = now.listed.tasks, {name: _form(value) for name, value in values.items()}
+        made = [name for task in tasks for name in task.writes if first_word(name) in RESULTS]
+        late = {name: forms[replaces(name)] for name in made if self._beside and replaces(name) in forms}
+        queues = Queues(tasks, values, made, lambda name: Promise(late[name]) if name in late else Future())
+        values.clear()
+        compute, idle = computing(now.programs, self._group.journal, self.log)
+        jobs = self._start(now, queues)
+        try:
+            queues.work([task for task in tasks if task.kind == "compute"], compute, idle)
+            result = {name: one if name in late else one.result() for name, one in queues.kept.items()}
+            if not self._beside:
+                wait(jobs)
+        except BaseException:
+            # Whoever catches this may begin anew, and messages of two steps would mix.
+            wait(jobs)
+            raise
+        self.log.end()
+        return result
+
+    def _start(self, now: Prepared, queues: Queues) -> list[Future[None]]:
+        work, threads = with_configuration(queues.work), ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
+        updates = [task for task in now.listed.tasks if task.kind == "update"]
+        jobs = [
+            self._group.lane.add(threads, work, now.listed.messages, self._sending(now)),
+            threads.submit(work, updates, updating(now.programs, self.log)),
+        ]
+        threads.shutdown(wait=False)
+        return jobs
+
+    def _sending(self, now: Prepared) -> Do:
+        numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            message, *asked = jax.block_until_ready(read)
+            with self.log.under_way(task) as note:
+                one = now.send(numbers[task.name], (), lambda: asked[0], message)
+                note(one.span)
+            sent[task.reads[0]] = one._replace(total=None)
+            return one.total, *([told()] if BYTES in task.writes else [])
+
+        def told() -> Any:
+            return bytes_of(self._group, [sent[f"message {k}"] for k in range(len(numbers))])
+
+        return do
+
+
+def _told_at_once(group: Group, pieces: Pieces) -> Pieces:
+    """What plain sums send is known before they leave, and need not be waited for."""
+    if any(one.apply or one.asks or one.collective != "all_reduce" for one in pieces.reductions):
+        return pieces
+
+    def finish(state: Any, shards: Any, came: Messages, kept: Any, nbytes: Any) -> tuple[Any, Any]:
+        del nbytes
+        sends = zip(pieces.reductions, came.arrays)
+        told = [min(plain_bytes(group.communicator, one, x.size, x.dtype), MOST) for one, x in sends]
+        return pieces.finish(state, shards, came, kept, jnp.asarray(np.array(told, np.uint32)))
+
+    return pieces._replace(finish=finish)
+
+
+def _programs(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    """Stages may use no memory that an update on another thread still reads, nor the other way round."""
+    return compiled(placement, listed, values, donate, kept_last(listed))
+
+
+def _form(x: Any) -> Any:
+    return x.form if isinstance(x, Promise) else jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,343 @@
+"""Claims about steps that return before their last sums are back: on paper, in training, for who holds the state."""
+
+import copy
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp.comm import Journal, Lane, poll
+from fddp.hooks import Reduction
+from fddp.hooks.sums import Asks
+from fddp.jax_internals import with_configuration
+from fddp.schedules import steady_seconds
+from fddp.schedules.behind import trailed
+from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, replaces
+
+Groups = Callable[[int], fddp.Group]
+
+
+def layers(n: int, *, asks: int | None = None) -> TaskList:
+    """A net of n layers with a bucket each: the last one's gradient is ready first and needed last."""
+    tasks: list[Task] = [Compute(f"forward {k}", (f"state/params/{k}", f"x {k}"), (f"x {k + 1}",)) for k in range(n)]
+    for number, k in enumerate(reversed(range(n))):
+        read = f"y {k + 1}" if number else f"x {n}"
+        asked = (f"sum {asks}",) if asks is not None and number > asks else ()
+        told = (BYTES,) if number == n - 1 else ()
+        how = Reduction(asks=Asks(asks or 0, (0,)) if asked else None)
+        tasks += [Compute(f"backward {k}", (read, f"state/params/{k}"), (f"y {k}", f"message {number}"))]
+        tasks += [Communicate(f"bucket {number}", (f"message {number}", *asked), (f"sum {number}", *told), how)]
+    for number, k in enumerate(reversed(range(n))):
+        reads = f"sum {number}", *(("weight",) if number else ())
+        writes = f"result/0/params/{k}", *(() if number else ("weight", "result/1/loss"))
+        tasks += [Compute(f"update {number}", reads, writes, kind="update")]
+    return TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ()))
+
+
+def order(listed: TaskList) -> list[int]:
+    return [int(task.name.split()[1]) for task in listed.messages]
+
+
+### On paper
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1, [0]),
+        (3, [0, 1, 2]),
+        (4, [0, 2, 3, 1]),
+        (8, [0, 2, 3, 4, 6, 7, 5, 1]),
+        (13, [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 10, 6, 2]),
+    ],
+)
+def test_one_message_of_four_is_put_off_never_the_first_nor_the_last_two_and_leaves_by_first_use(n, expected):
+    assert order(trailed(layers(n))) == expected
+
+
+def test_updates_come_in_the_order_of_their_sums_and_the_last_message_tells_the_bytes():
+    listed = trailed(layers(8))
+    updates = [task.name for task in listed.tasks if task.kind == "update"]
+    assert updates == [f"update {k}" for k in order(listed)]
+    assert [BYTES in task.writes for task in listed.messages] == [False] * 7 + [True]
+    written = set[str]()
+    for task in listed.tasks:
+        if isinstance(task, Communicate):
+            assert task.reads[0] in written, "it is made before it leaves"
+        written.update(task.writes)
+
+
+def test_a_message_that_others_ask_and_those_that_ask_stay_where_they_are():
+    assert order(trailed(layers(8, asks=5))) == [0, 2, 3, 4, 5, 6, 7, 1]
+    assert order(trailed(layers(8, asks=0))) == list(range(8))
+
+
+def test_a_put_off_sum_lies_under_the_next_forward_pass():
+    """Four layers, by hand: a forward second and two of backward each, messages of three.
+
+    Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16. The next forward pass
+    needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for message 1. So message 0 is ready anew at
+    23: 17 seconds a step, where all that wait for all take 18.
+    """
+    took = {
+        f"{word} {k}": time for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0)) for k in range(4)
+    }
+    assert steady_seconds(trailed(layers(4)).tasks, took, replaces) == pytest.approx(17.0)
+    assert steady_seconds(layers(4).tasks, took) == pytest.approx(18.0)
+
+
+### In training
+
+PARAMS = {
+    # Used first and ready last, as it is used at the end too; and one that is used early and ready early.
+    "embedding": np.random.default_rng(0).normal(size=(7, 4)),
+    "skipped": np.random.default_rng(1).normal(size=(4, 4)),
+    "layers": [np.random.default_rng(2 + k).normal(size=(4, 4)) for k in range(6)],
+    "unused": np.ones(3),
+}
+TOKENS = np.random.default_rng(9).integers(0, 7, size=(12, 5), dtype=np.int32)
+
+
+def net(params: Any, tokens: Any) -> jax.Array:
+    x = params["embedding"][tokens]
+    aside = x @ params["skipped"]
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    scores = (x + aside) @ params["embedding"].T
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, tokens))
+
+
+def plain(steps: int) -> Any:
+    params, state = jax.tree.map(jnp.asarray, PARAMS), optax.adam(0.05).init(PARAMS)
+    for k in range(steps):
+        updates, state = optax.adam(0.05).update(jax.grad(net)(params, batch(k)), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def batch(k: int) -> Any:
+    return np.roll(TOKENS, k, axis=0)
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, expected)
+
+
+def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
+    given: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
+    return fddp.train_step(net, optax.adam(0.05), group=replicas, **given)
+
+
+class Wire:
+    """A transport of one replica whose sums come back when they are let."""
+
+    def __init__(self, replicas: fddp.Group) -> None:
+        self.let, self.most, self.sent, self.broken = math.inf, 0, 0, False
+        self._now, self._own, self._changed = 0, replicas.transport, threading.Condition()
+        lanes = self._own, self._own._replace(all_reduce=self.all_reduce)
+        self.group = replace(replicas, clone=lambda count: lanes, journal=Journal(), lane=Lane())
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.let > 0, 60)
+            self.let -= 1
+        self._now, self.sent = self._now - 1, self.sent + 1
+        if self.broken:
+            raise ArithmeticError("the wire is broken")
+        return self._own.all_reduce(x)
+
+    @contextmanager
+    def letting(self, messages: int) -> Iterator[None]:
+        """So many come back, and those behind them at the end."""
+        self.let = messages
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.let = math.inf
+                self._changed.notify_all()
+
+
+def begun(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A step that is compiled, and a state of which all is there."""
+    step = trainer(wire.group, **options)
+    state, _ = step(step.init(PARAMS), batch(0))
+    return step, jax.block_until_ready(state)
+
+
+LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
+    "a field": lambda state: state.params,
+    "a number": lambda state: state[1],
+    "unpacked": lambda state: [*state],
+    "leaves": jax.tree.leaves,
+    "paths": jax.tree_util.tree_leaves_with_path,
+    "given to a program": jax.jit(lambda state: state.params["skipped"]),
+    "changed": lambda state: state._replace(rng=None),
+    "printed": repr,
+    "copied": copy.copy,
+    "pickled": pickle.dumps,
+    "put together": fddp.whole,
+    "evaluated": lambda state: fddp.evaluate(net, state, [TOKENS]),
+}
+
+
+@pytest.mark.steps
+def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: Groups, x64: None):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    looked = list[str]()
+    with wire.letting(1):
+        state, info = step(state, batch(1))
+        assert np.isfinite(info.loss) and int(np.sum(info.sent)) == 0, "it has returned"
+        assert int(state.step) == 2, "of this nothing is on its way"
+
+        def look(name: str) -> None:
+            LOOKS[name](state)
+            looked.append(name)
+
+        threads = [threading.Thread(target=with_configuration(look), args=[name]) for name in LOOKS]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        assert not looked
+    for thread in threads:
+        thread.join(60)
+    assert sorted(looked) == sorted(LOOKS)
+    assert state.params is state.params
+    assert_close(state.params, plain(2))
+    assert jax.tree.structure(state) == jax.tree.structure(step.init(PARAMS))
+
+
+@pytest.mark.steps
+def test_the_next_forward_pass_begins_before_the_last_sum_is_back(group: Groups, x64: None, monkeypatch):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    said, messages = list[str](), len(step.plan.buckets)
+    monkeypatch.setattr(wire.group.journal, "say", said.append)
+    with wire.letting(messages - 1):
+        state, _ = step(state, batch(1))
+        said.clear()
+        ended = list[Any]()
+        thread = threading.Thread(target=with_configuration(lambda: ended.append(step(state, batch(2)))))
+        thread.start()
+        assert poll(lambda: "stage 3" in said, 60) and not ended
+    thread.join(60)
+    ((state, _),) = ended
+    assert_close(state.params, plain(3))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.steps
+def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Groups, x64: None, n: int):
+    step = trainer(group(n))
+    state = step.init(PARAMS)
+    for k in range(6):
+        state, _ = step(state, batch(k))
+    assert_close(state.params, plain(6))
+
+
+@pytest.mark.steps
+def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: None):
+    """An earlier one, a copy, one that was changed."""
+    step = trainer(Wire(group(1)).group, donate=False)
+    first = step.init(PARAMS)
+    second, _ = step(first, batch(0))
+    third, _ = step(second, batch(1))
+    again, _ = step(first, batch(0))  # third is under way
+    copied, _ = step(jax.tree.map(jnp.copy, again), batch(1))
+    jax.tree.map(np.testing.assert_array_equal, copied, third)
+    halved = third._replace(params=jax.tree.map(lambda x: x / 2, third.params))
+    got, info = step(halved, TOKENS)
+    np.testing.assert_allclose(info.loss, net(halved.params, TOKENS), rtol=1e-12)
+    assert int(got.step) == 3
+
+
+@pytest.mark.steps
+def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    with pytest.raises(ArithmeticError, match="the user's own"), wire.letting(1):
+        state, _ = step(state, batch(1))
+        raise ArithmeticError("the user's own")
+    with pytest.raises(ValueError, match="rows"):
+        step(state, {"rows": ()})
+    state, _ = step.no_sync(state, batch(2))
+    state, _ = step(state, batch(2))
+    assert_close(state.params, plain(3))
+
+
+@pytest.mark.steps
+def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(group: Groups):
+    wire = Wire(group(1))
+    step, state = begun(wire, donate=False)
+    with wire.letting(1):
+        late, _ = step(state, batch(1))
+        wire.broken = True
+    with pytest.raises(ArithmeticError, match="the wire is broken"):
+        print(late.params)
+    wire.broken = False
+    with pytest.raises(ArithmeticError, match="the wire is broken"):
+        step(late, batch(2))
+    again, _ = step(state, batch(1))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(again.params))
+
+
+@pytest.mark.steps
+def test_after_an_error_messages_wait_for_those_that_are_still_under_way(group: Groups, monkeypatch):
+    wire, told = Wire(group(1)), list[str]()
+    step, state = begun(wire, donate=False)
+
+    def say(doing: str) -> None:
+        told.append(doing)
+        if doing == "stage 4" and told.count(doing) == 1:
+            raise ArithmeticError("on purpose")
+
+    monkeypatch.setattr(wire.group.journal, "say", say)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        step(state, TOKENS)
+    jax.block_until_ready(step(state, TOKENS))
+    assert wire.most == 1
+
+
+@pytest.mark.steps
+def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
+    wire = Wire(group(1))
+    own = wire.group.transport._replace(all_reduce=wire.all_reduce)
+    step = trainer(replace(wire.group, transport=own, clone=lambda count: (own,)))
+    state = step.init(PARAMS)
+    for k in range(3):
+        sent = wire.sent
+        state, _ = step(state, batch(k))
+        assert wire.sent - sent == len(step.plan.buckets), "all of them are back"
+    assert wire.most == 1
+
+
+@pytest.mark.steps
+def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(group: Groups, x64: None):
+    """A clip by the global norm: nothing crosses, and nothing is wrong."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
+    step = fddp.train_step(net, optimizer, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
+    state, expected = step.init(PARAMS), (jax.tree.map(jnp.asarray, PARAMS), optimizer.init(PARAMS))
+    for k in range(3):
+        state, _ = step(state, batch(k))
+        updates, held = optimizer.update(jax.grad(net)(expected[0], batch(k)), expected[1], expected[0])
+        expected = optax.apply_updates(expected[0], updates), held
+    assert_close(state.params, expected[0])
+
+
+def test_a_hook_is_refused(group: Groups):
+    with pytest.raises(ValueError, match="leave hook= out, or give schedule='staged'"):
+        trainer(group(2), hook=fddp.hooks.bf16())
