@@ -129,14 +129,15 @@ class Training:
         took = time.perf_counter() - begin
         for span in self.step.timeline().spans:
             self.seconds[span.name].append(span.seconds)
-            self.nbytes[span.name] = span.nbytes
+            if span.nbytes:  # it has come back
+                self.nbytes[span.name] = span.nbytes
         return took
 
     def on_paper(self) -> float:
         """Seconds of a step on paper, if it crosses the border: stages as long as beside traffic, all else as alone.
 
-        A gather is as long as the scatter of its bucket, which has the same bytes. Of whole sums, some of which lie in
-        two steps, a byte takes as long as in half of them at most.
+        A gather is as long as the scatter of its bucket, which has the same bytes. Whole sums, some of which lie in two
+        steps, take the median time per byte.
         """
         listed, whole = self.step.tasks(self.state, self.batch), not self.step.options.shard
         names = [task.name for task in listed.messages]

@@ -33,7 +33,7 @@ class ReplicaBytes(NamedTuple):
     """What one replica holds and sends, in bytes; `print` shows it as a table."""
 
     held: Held
-    """Between steps, in the state; schedule "eager" also holds what its gathers bring for the next step."""
+    """Between steps, in the state; with shards schedule "eager" also holds what its gathers bring for the next step."""
     whole: Held
     """The same without shards."""
     gradients: int

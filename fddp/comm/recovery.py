@@ -44,6 +44,15 @@ class Recovery:
         if kind is not None:
             self._failed = self._sent > self._before
 
+    def fail(self) -> None:
+        """Notes an error that came when no step was there to note it, and does what the next step does after one.
+
+        Raises:
+          RuntimeError: as `resume`.
+        """
+        self._failed = True
+        self.resume()
+
     def resume(self) -> None:
         """After such an error, makes sure that all ranks are at the same place.
 

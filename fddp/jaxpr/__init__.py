@@ -13,6 +13,7 @@ from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import merge as merge
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split as split
+from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.masks import tracked as tracked
 from fddp.jaxpr.on_parts import AtHome as AtHome
 from fddp.jaxpr.on_parts import Ranks as Ranks

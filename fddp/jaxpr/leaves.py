@@ -38,7 +38,12 @@ def refuse_deleted(state: Any) -> None:
       ValueError: an array of it was donated.
     """
     if any(given_away(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
-        raise ValueError(
-            "this state is used up: a step that was given it has used its memory for the next one. Go on with the "
-            "state that the step returned, or make the step with donate=False to use a state several times."
-        )
+        raise used_up()
+
+
+def used_up() -> ValueError:
+    """What a step says of a state that it cannot have."""
+    return ValueError(
+        "this state is used up: a step that was given it has used its memory for the next one. Go on with the state "
+        "that the step returned, or make the step with donate=False to use a state several times."
+    )

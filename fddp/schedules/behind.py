@@ -9,7 +9,7 @@ Source: P3 (Jayarajan et al., SysML 2019); ByteScheduler (Peng et al., SOSP 2019
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fddp.jaxpr import arrivals, first_uses
 from fddp.schedules.lists import Program
@@ -36,18 +36,21 @@ def come_late(first: Program, last: Program) -> dict[str, int]:
     return {name: places[message[name]] for name in uses}
 
 
-def trailed(listed: TaskList) -> TaskList:
+def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
     """Puts messages off, and each update where the last message is back that it needs.
 
     Args:
       listed: stages, a message behind the one that makes it, and updates of one message each.
+      first_use: when the next forward pass first uses what a message brings, by the names of those that may be put off;
+        the same on all ranks, whose own programs may differ.
 
     Returns:
       The list.
     """
     messages, computes = listed.messages, [task for task in listed.tasks if task.kind == "compute"]
     updates = [task for task in listed.tasks if task.kind == "update"]
-    ordered = _ordered(messages, _first_uses(computes, updates))
+    replaced = any(replaces(name) in task.reads for task in updates for name in task.writes)
+    ordered = _ordered(messages, first_use if replaced else {})  # gradients that are returned have to be there at once
     tasks, leaving, made = list[Task](), deque(ordered), set[str]()
     for task in computes:
         tasks.append(task)
@@ -57,31 +60,14 @@ def trailed(listed: TaskList) -> TaskList:
     return listed._replace(tasks=(*tasks, *leaving, *_as_they_can(updates, ordered)))
 
 
-def _ordered(messages: Sequence[Communicate], uses: dict[str, int]) -> list[Communicate]:
-    off = _put_off(messages)
-    late = sorted((one for one in messages if one.name in off), key=lambda one: uses.get(one.writes[0], 0))
-    ordered = [*(one for one in messages if one.name not in off), *late]
+def _ordered(messages: Sequence[Communicate], first_use: Mapping[str, int]) -> list[Communicate]:
+    asked = {name for one in messages for name in one.reads[1:]}
+    some = [messages[k] for k in range(len(messages) - 1 - BEFORE_THE_LAST, 0, -EVERY)]
+    off = [one for one in some if one.name in first_use and len(one.reads) == 1 and asked.isdisjoint(one.writes)]
+    ordered = [*(one for one in messages if one not in off), *sorted(off, key=lambda one: first_use[one.name])]
     # How much was sent is known once the last one is back.
     told = [name for one in messages for name in one.writes if name == BYTES]
     return [one._replace(writes=(one.writes[0], *(told if one is ordered[-1] else ()))) for one in ordered]
-
-
-def _put_off(messages: Sequence[Communicate]) -> set[str]:
-    """Never the first one, which carries the loss and the weight by which all others are divided."""
-    asked = {name for one in messages for name in one.reads[1:]}
-    some = [messages[k] for k in range(len(messages) - 1 - BEFORE_THE_LAST, 0, -EVERY)]
-    return {one.name for one in some if len(one.reads) == 1 and asked.isdisjoint(one.writes)}
-
-
-def _first_uses(computes: Sequence[Task], updates: Sequence[Task]) -> dict[str, int]:
-    """Which stage first uses what each message brings."""
-    stage = {name: k for k, task in reversed(list(enumerate(computes))) for name in task.reads}
-    uses = dict[str, int]()
-    for task in updates:
-        first = min((stage[part] for name in task.writes if (part := replaces(name)) in stage), default=len(computes))
-        for name in task.reads:
-            uses[name] = min(first, uses.get(name, first))
-    return uses
 
 
 def _as_they_can(updates: Sequence[Task], messages: Sequence[Communicate]) -> list[Task]:

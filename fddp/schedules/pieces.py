@@ -5,7 +5,8 @@ replicas sum, scatter or gather them; `finish` uses what came back last. A sched
 and launches it; the mathematics is the pieces' own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -41,6 +42,9 @@ class Pieces(NamedTuple):
     replicas, and the shards of the next state."""
     name: str = "update"
     """What finishing is called."""
+    uses: Mapping[str, int] = MappingProxyType({})
+    """When the forward pass first uses what a message brings, by the message's name, the same on all ranks; those that
+    are left out bring what all else waits for."""
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -60,6 +64,8 @@ class Runner(NamedTuple):
     """When the last step computed and communicated, where it is several programs."""
     tasks: Callable[[Any, Any, Any, Any], TaskList]
     """(state, pending, shards, rows), or their forms → what is launched, in order; nothing runs."""
+    promises: bool = False
+    """Whether of the state a `Promise` may be given and come back in place of an array."""
 
 
 # (group, pieces, donate) -> runner; donate: whether the step may reuse the state's memory

@@ -12,6 +12,7 @@ from fddp.buckets import sub_byte
 from fddp.comm import REPLICATED, Group, Placement, of_one_replica
 from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.pieces import MakeList
+from fddp.schedules.queues import forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
@@ -50,9 +51,9 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
         leaves, treedef = jax.tree.flatten(arguments)
         form = (treedef, *((x.shape, x.dtype) for x in leaves))
         if form not in known:
-            state, *own = arguments
+            state, *own = forms_promised(arguments)
             listed = make(of_one_replica(state, 1), *of_one_replica(own, group.placement.replicas_in_array))
-            made = programs(group.placement, listed, listed.enter(*arguments), donate)
+            made = programs(group.placement, listed, listed.enter(state, *own), donate)
             send = sending(group, [task.reduction for task in listed.messages])
             known[form] = Prepared(listed, made, send, listed.last_reads)
         return known[form]

@@ -22,6 +22,11 @@ class Promise(Future[Any]):
         self.form, self.shape, self.dtype = form, form.shape, form.dtype
 
 
+def forms_promised(tree: Any) -> Any:
+    """A tree with the forms of what is promised in its place."""
+    return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
+
+
 class Queues:
     """Tasks that wait for each other across threads."""
 

@@ -19,6 +19,7 @@ from fddp.buckets import Messages
 from fddp.comm import MOST, Group, Placement, Recovery
 from fddp.hooks import Memory, plain_bytes
 from fddp.jax_internals import with_configuration
+from fddp.jaxpr import used_up
 from fddp.schedules.ahead import RESULTS, kept_last
 from fddp.schedules.behind import come_late, trailed
 from fddp.schedules.doing import computing, updating
@@ -50,33 +51,55 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
     # What leaves between two steps is no message of a step that may be tried again.
     own = group.clone(2)
     lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
-    pieces, steps = _told_at_once(group, pieces), Steps(group, beside=len(own) > 1)
+    steps, plain = Steps(group, len(own) > 1, donate), _all_plain(pieces)
+    pieces, off = (_told_at_once(group, pieces) if plain else pieces), (pieces.uses if plain and len(own) > 1 else {})
 
     def make(*arguments: Any) -> TaskList:
-        return trailed(in_stages(group.placement, pieces, *arguments, used=lambda k, count: k, late=come_late))
+        return trailed(in_stages(group.placement, pieces, *arguments, used=lambda k, count: k, late=come_late), off)
 
     prepare = preparing(lane, make, _programs, donate)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("eager")
         rows = group.placement.place(rows, group.placement.per_replica)
-        now = prepare(jax.tree.map(_form, state), pending, shards, rows)
+        now = prepare(state, pending, shards, rows)
+        values = now.listed.enter(state, pending, shards, rows)
+        steps.admit(values)
         group.recovery.sends()  # who fails from here on may not begin anew alone
-        return *now.listed.leave(steps.step(now, now.listed.enter(state, pending, shards, rows))), memory
+        return *now.listed.leave(steps.step(now, values)), memory
 
-    return Runner(run, None, steps.log.timeline, make)
+    return Runner(run, None, steps.log.timeline, make, promises=True)
 
 
 class Steps:
     """Steps of which one begins while the one before it ends."""
 
-    def __init__(self, group: Group, beside: bool) -> None:
+    def __init__(self, group: Group, beside: bool, donate: bool) -> None:
         """Args:
         group: the replicas.
         beside: whether messages may be under way beside others.
+        donate: whether updates may reuse the state's memory.
         """
-        self._group, self._beside = group, beside
-        self.log = Log()
+        self._group, self._beside, self._donate, self.log = group, beside, donate, Log()
+        # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
+        self._late: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
+        self._jobs, self._used = list[Future[None]](), list[Any]()
+
+    def admit(self, values: Mapping[str, Any]) -> None:
+        """Says what the step before rules out.
+
+        Args:
+          values: those that are there at first, or promises of them.
+
+        Raises:
+          ValueError: its updates write, or will, to the memory of one of them.
+          RuntimeError: one of its messages failed after it had returned, and not all ranks come here after that.
+        """
+        if any(x is used for x in values.values() for used in self._used):
+            raise used_up()
+        if any(job.done() and job.exception() for job in self._jobs):
+            self._jobs.clear()
+            self._group.recovery.fail()
 
     def step(self, now: Prepared, values: dict[str, Any]) -> dict[str, Any]:
         """Runs a step, until its stages are over and what it tells is there.
@@ -86,27 +109,35 @@ class Steps:
           values: those that are there at first, or promises of them; they are taken over.
 
         Returns:
-          Its result and the new shards, by name; of the new state promises.
+          Its result and the new shards, by name; of the new state promises, but after the first step of a form.
         """
         self.log.begin()
-        tasks, forms = now.listed.tasks, {name: _form(value) for name, value in values.items()}
+        tasks, late = now.listed.tasks, self._late.get(id(now), {})
         made = [name for task in tasks for name in task.writes if first_word(name) in RESULTS]
-        late = {name: forms[replaces(name)] for name in made if self._beside and replaces(name) in forms}
+        carried = [name for name in made if self._beside and replaces(name) in values]
         queues = Queues(tasks, values, made, lambda name: Promise(late[name]) if name in late else Future())
+        self._used = [values[name] for name in self._gives(now)]
         values.clear()
         compute, idle = computing(now.programs, self._group.journal, self.log)
-        jobs = self._start(now, queues)
+        jobs = self._jobs = self._start(now, queues)
         try:
             queues.work([task for task in tasks if task.kind == "compute"], compute, idle)
-            result = {name: one if name in late else one.result() for name, one in queues.kept.items()}
-            if not self._beside:
+            result: dict[str, Any] = {name: one if name in late else one.result() for name, one in queues.kept.items()}
+            if not late:
                 wait(jobs)
         except BaseException:
             # Whoever catches this may begin anew, and messages of two steps would mix.
             wait(jobs)
             raise
+        if id(now) not in self._late:
+            self._late[id(now)] = {name: _form(result[name]) for name in carried}
         self.log.end()
         return result
+
+    def _gives(self, now: Prepared) -> list[str]:
+        """What a step gives away of the state, by name; when the next one begins it may not have come to that yet."""
+        names = {name for names in kept_last(now.listed).values() for name in names if first_word(name) == "state"}
+        return sorted(names) if self._donate else []
 
     def _start(self, now: Prepared, queues: Queues) -> list[Future[None]]:
         work, threads = with_configuration(queues.work), ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
@@ -135,10 +166,12 @@ class Steps:
         return do
 
 
+def _all_plain(pieces: Pieces) -> bool:
+    return not any(one.apply or one.asks or one.collective != "all_reduce" for one in pieces.reductions)
+
+
 def _told_at_once(group: Group, pieces: Pieces) -> Pieces:
     """What plain sums send is known before they leave, and need not be waited for."""
-    if any(one.apply or one.asks or one.collective != "all_reduce" for one in pieces.reductions):
-        return pieces
 
     def finish(state: Any, shards: Any, came: Messages, kept: Any, nbytes: Any) -> tuple[Any, Any]:
         del nbytes
@@ -154,5 +187,5 @@ def _programs(placement: Placement, listed: TaskList, values: Mapping[str, Any],
     return compiled(placement, listed, values, donate, kept_last(listed))
 
 
-def _form(x: Any) -> Any:
-    return x.form if isinstance(x, Promise) else jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _form(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -39,12 +39,13 @@ def ready(
     """
     refuse_transformations()
     # Taken apart once: after a step of large arrays its leaves are far from the cache.
-    leaves, tree = jax.tree.flatten(opened(state))
+    given = opened(state) if settled and settled.runner.promises else state
+    leaves, tree = jax.tree.flatten(given)
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, batch, call)
     settled = admit(settled, tree, state, batch)
-    return settled, _given(settled, state, leaves)
+    return settled, _given(settled, given, leaves)
 
 
 def compare(settled: Settled, given: Given, batch: Any) -> Settled:
@@ -90,7 +91,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
         group.journal.launched(result[1])
     if settled.replica.apart:
         result = join(result, shards)
-    if isinstance(result[0], TrainState):
+    if settled.runner.promises and isinstance(result[0], TrainState):
         result = promised(result[0]), *result[1:]
     return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
@@ -135,9 +136,11 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
-    if alone and not settled.replica.apart and placement.holds([x for x in leaves if not isinstance(x, Promise)]):
-        return opened(state), None, (), ()
-    refuse_deleted(state)
+    there = [x.result() if isinstance(x, Promise) and x.done() else x for x in leaves]
+    if alone and not settled.replica.apart and placement.holds([x for x in there if not isinstance(x, Promise)]):
+        return state, None, (), ()
+    refuse_deleted(there)
+    state = promised(state)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated, shards = state._replace(accumulated=None, hook_state=()), []

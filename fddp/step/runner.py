@@ -48,7 +48,7 @@ def runner_of(
         first = [min(uses[i] for i in bucket.leaves) for bucket in plan.buckets]
         pieces = sharded_pieces(replica, plan, sorted(range(len(first)), key=first.__getitem__), use)
     else:
-        pieces = _whole_pieces(replica, plan, state, use)
+        pieces = _whole_pieces(replica, plan, state, uses, use)
     if replica.local_steps:
         scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
         local = Local(replica.local_steps, replica, plan, use, scalars)
@@ -57,7 +57,11 @@ def runner_of(
 
 
 def _whole_pieces(
-    replica: Replica, plan: BucketPlan, state: TrainState, use: Callable[[TrainState, Mean], Any]
+    replica: Replica,
+    plan: BucketPlan,
+    state: TrainState,
+    uses: Sequence[int],
+    use: Callable[[TrainState, Mean], Any],
 ) -> Pieces:
     """The pieces of a step that every replica does as a whole."""
     axes, where = replica.group.placement.other_axes, specs(replica.group.placement, state.params)
@@ -72,4 +76,6 @@ def _whole_pieces(
         return use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
 
     given, sums = ("state", "pending", "rows"), replica.reductions(plan, state.params)
-    return Pieces((Round("backward", given, backward, sums, "compute"),), finish)
+    buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
+    first = {name: min(uses[i] for i in bucket.leaves) for name, bucket in buckets.items() if name != plan.carrier.name}
+    return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)

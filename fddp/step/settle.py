@@ -251,9 +251,9 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
             f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
             "another thread sends would differ between ranks; use schedule='fused'."
         )
-    if asked == "staged" and axes:
+    if asked in ("staged", "eager") and axes:
         raise ValueError(
-            f"a replica is several devices here (along {', '.join(map(repr, axes))}), and schedule='staged' cuts the "
+            f"a replica is several devices here (along {', '.join(map(repr, axes))}), and schedule={asked!r} cuts the "
             "program of one; use schedule='fused'."
         )
     if callable(asked):

@@ -46,7 +46,8 @@ class TrainState(NamedTuple):
         return map(_there, tuple.__iter__(self))
 
     def __getitem__(self, at: Any) -> Any:
-        return tuple(self)[at]
+        part = tuple.__getitem__(self, at)
+        return tuple(map(_there, part)) if isinstance(at, slice) else _there(part)
 
     def __repr__(self) -> str:
         return f"TrainState({', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"

@@ -146,7 +146,7 @@ class TrainStep:
         """
         timeline = self.settled.runner.timeline
         if timeline is None:
-            raise ValueError("a fused step is one program; a step with a timeline has schedule 'staged' or 'after'.")
+            raise ValueError("a fused step is one program; a step with a timeline has another schedule: 'staged', say.")
         return timeline()
 
     def measure(self, state: TrainState, batches: Iterable[Any]) -> Any:

@@ -215,8 +215,9 @@ def test_the_callers_parameters_outlive_donation():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), params, PARAMS)
 
 
-def test_a_replica_in_parts_cannot_be_staged():
-    step = fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule="staged")
+@pytest.mark.parametrize("schedule", ["staged", "eager"])
+def test_a_replica_in_parts_cannot_be_staged(schedule: str):
+    step = fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
     with pytest.raises(ValueError, match=r"a replica is several devices here \(along 'part'\).*schedule='fused'"):
         step(step.init(in_parts(mesh())), X)
 

@@ -187,7 +187,7 @@ def test_a_used_up_state_that_numpy_still_looks_at_is_no_other(group):
 
 
 @pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after", "eager"])
 def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
     step = fddp.train_step(square, optax.adam(0.1), group=group(n), schedule=schedule)
     state = step.init(np.ones(16, np.float32))

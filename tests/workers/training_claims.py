@@ -340,13 +340,63 @@ def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
 
     params = {"a": np.zeros((4, 4), np.float32), "b": np.zeros(18, np.float32)}
     share = (group.size - 1) / group.size
-    for schedule in ("fused", "staged", "after"):
+    for schedule in ("fused", "staged", "after", "eager"):
         step = fddp.train_step(loss, optax.sgd(1.0), group=group, schedule=schedule, bucket_cap_mb=0)
         state, info = step(step.init(params), np.ones((2, 4), np.float32))
         assert len(step.plan.buckets) == 2
         assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
         np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
         assert same_on_all_ranks(group, (state.params, info.loss)), schedule
+
+
+@claim()
+def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
+    """Rank 0 does not read the sixth leaf: its own program would tell it another order of the sums that are put off."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return sum(jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6)
+
+    params, batch, ended = [np.full(1000 + 7 * k, k, np.float32) for k in range(13)], np.ones(2, np.float32), []
+    for schedule in ("staged", "eager"):
+        step = fddp.train_step(loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0)
+        state = step.init(params)
+        for _ in range(5):
+            state, _ = step(state, batch)
+        ended.append(state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ended)
+    assert same_on_all_ranks(group, ended[1])
+
+
+@claim(quick=("mpi", "gloo"))
+def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Group):
+    """A tied embedding and a layer that is skipped, against plain JAX on the joined batch."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        h = x @ p["embedding"]
+        aside = h @ p["skipped"]
+        for w in p["layers"]:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(((h + aside) @ p["embedding"].T - x) ** 2)
+
+    draw = np.random.default_rng(0)
+    params = {
+        "embedding": draw.normal(size=(32, 64)).astype(np.float32) / 8,
+        "skipped": draw.normal(size=(64, 64)).astype(np.float32) / 8,
+        "layers": [draw.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(9)],
+    }
+    rows = draw.normal(size=(4 * group.size, 32)).astype(np.float32)
+    optimizer = optax.adam(1e-3)
+    expected, held = jax.tree.map(jnp.asarray, params), optimizer.init(params)
+    step = fddp.train_step(loss, optimizer, group=group, schedule="eager", bucket_cap_mb=0)
+    state = step.init(params)
+    for k in range(12):
+        batch = np.roll(rows, k, axis=0)
+        state, info = step(state, batch[4 * group.rank :][:4])
+        value, grads = jax.value_and_grad(loss)(expected, batch)
+        np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+        updates, held = optimizer.update(grads, held, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state.params, expected)
 
 
 ### Rows
