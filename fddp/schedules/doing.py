@@ -1,20 +1,42 @@
-"""How the tasks of a queue are done by the thread that has it: stages, one ahead of the one that runs, and updates."""
+"""How the tasks of queues are done: with which programs, on which communicator, and how by the thread that has them."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import jax
 
-from fddp.comm import Journal
+from fddp.comm import Group, Journal, Placement, Recovery
 from fddp.jax_internals import asked_for
+from fddp.schedules.ahead import kept_last
 from fddp.schedules.log import Log
-from fddp.schedules.programs import Programs
+from fddp.schedules.programs import Programs, compiled
 from fddp.schedules.queues import Do
-from fddp.schedules.tasks import Task
+from fddp.schedules.tasks import Task, TaskList
 from fddp.schedules.timeline import Span
+
+
+def own_lane(group: Group) -> tuple[Group, bool]:
+    """The same replicas on a communicator of their own, for what leaves between two steps.
+
+    That is no message of a step that may be tried again.
+
+    Args:
+      group: the replicas.
+
+    Returns:
+      The group, and whether its messages may be under way beside others: not where there is no second communicator.
+    """
+    own = group.clone(2)
+    return replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False)), len(own) > 1
+
+
+def compiled_apart(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    """Stages may use no memory that an update on another thread still reads, nor the other way round."""
+    return compiled(placement, listed, values, donate, kept_last(listed))
 
 
 def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Callable[[], None]]:

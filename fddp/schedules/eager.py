@@ -10,22 +10,21 @@ buckets are not in the order of first use (Megatron-LM#950).
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
 import jax
 
-from fddp.comm import Group, Placement, Recovery
+from fddp.comm import Group
 from fddp.hooks import Memory
 from fddp.jax_internals import with_configuration
-from fddp.schedules.ahead import AHEAD, NEXT, Turned, kept_last, new, queue_of, turned
-from fddp.schedules.doing import computing, updating
+from fddp.schedules.ahead import AHEAD, NEXT, Turned, new, queue_of, turned
+from fddp.schedules.doing import compiled_apart, computing, own_lane, updating
 from fddp.schedules.lists import in_stages
 from fddp.schedules.log import Log
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import Prepared, Programs, compiled, preparing
+from fddp.schedules.programs import Prepared, preparing
 from fddp.schedules.queues import Do, Queues
 from fddp.schedules.send import Sent, bytes_of, sending
 from fddp.schedules.tasks import BYTES, Task, TaskList
@@ -48,11 +47,9 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
       The runner.
     """
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k)
-    prepare, known = preparing(group, make, _programs, donate), dict[int, Turned]()
-    # What leaves between two steps is no message of a step that may be tried again.
-    own = group.clone(2)
-    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
-    crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions), beside=len(own) > 1)
+    prepare, known = preparing(group, make, compiled_apart, donate), dict[int, Turned]()
+    lane, beside = own_lane(group)
+    crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions), beside)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("eager")
@@ -196,8 +193,3 @@ class Crossing:
             return bytes_of(self._group, [sent[name] for name in numbers])
 
         return do
-
-
-def _programs(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
-    """Stages may use no memory that an update on another thread still reads, nor the other way round."""
-    return compiled(placement, listed, values, donate, kept_last(listed))

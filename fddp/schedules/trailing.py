@@ -8,25 +8,24 @@ Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import Messages
-from fddp.comm import MOST, Group, Placement, Recovery
+from fddp.comm import MOST, Group
 from fddp.hooks import Memory, plain_bytes
 from fddp.jax_internals import with_configuration
 from fddp.jaxpr import used_up
 from fddp.schedules.ahead import RESULTS, kept_last
 from fddp.schedules.behind import come_late, trailed
-from fddp.schedules.doing import computing, updating
-from fddp.schedules.lists import in_stages
+from fddp.schedules.doing import compiled_apart, computing, own_lane, updating
+from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.log import Log
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import Prepared, Programs, compiled, preparing
+from fddp.schedules.programs import Prepared, preparing
 from fddp.schedules.queues import Do, Promise, Queues
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.tasks import BYTES, Task, TaskList, first_word, replaces
@@ -48,16 +47,14 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner; of its result what takes the place of a part of the state may be a `Promise`.
     """
-    # What leaves between two steps is no message of a step that may be tried again.
-    own = group.clone(2)
-    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
-    steps, plain = Steps(group, len(own) > 1, donate), _all_plain(pieces)
-    pieces, off = (_told_at_once(group, pieces) if plain else pieces), (pieces.uses if plain and len(own) > 1 else {})
+    lane, beside = own_lane(group)
+    steps, plain = Steps(group, beside, donate), _all_plain(pieces)
+    pieces, off = (_told_at_once(group, pieces) if plain else pieces), (pieces.uses if plain and beside else {})
 
     def make(*arguments: Any) -> TaskList:
         return trailed(in_stages(group.placement, pieces, *arguments, used=lambda k, count: k, late=come_late), off)
 
-    prepare = preparing(lane, make, _programs, donate)
+    prepare = preparing(lane, make, compiled_apart, donate)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("eager")
@@ -69,6 +66,29 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
         return *now.listed.leave(steps.step(now, values)), memory
 
     return Runner(run, None, steps.log.timeline, make, promises=True)
+
+
+class Parts(NamedTuple):
+    """A list, by its queues, and what of its values is looked at in each step."""
+
+    computes: list[Task]
+    messages: tuple[Task, ...]
+    updates: list[Task]
+    results: list[str]
+    """What a step returns."""
+    gives: list[str]
+    """What it gives away of the state; when the next step begins it may not have come to that yet."""
+
+
+def _parts(listed: TaskList, donate: bool) -> Parts:
+    gives = {name for names in kept_last(listed).values() for name in names if first_word(name) == "state"}
+    return Parts(
+        [task for task in listed.tasks if task.kind == "compute"],
+        listed.messages,
+        [task for task in listed.tasks if task.kind == "update"],
+        [name for task in listed.tasks for name in task.writes if first_word(name) in RESULTS],
+        sorted(gives) if donate else [],
+    )
 
 
 class Steps:
@@ -83,6 +103,7 @@ class Steps:
         self._group, self._beside, self._donate, self.log = group, beside, donate, Log()
         # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
         self._late: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
+        self._parts = dict[int, Parts]()
         self._jobs, self._used = list[Future[None]](), list[Any]()
 
     def admit(self, values: Mapping[str, Any]) -> None:
@@ -112,16 +133,20 @@ class Steps:
           Its result and the new shards, by name; of the new state promises, but after the first step of a form.
         """
         self.log.begin()
-        tasks, late = now.listed.tasks, self._late.get(id(now), {})
-        made = [name for task in tasks for name in task.writes if first_word(name) in RESULTS]
-        carried = [name for name in made if self._beside and replaces(name) in values]
-        queues = Queues(tasks, values, made, lambda name: Promise(late[name]) if name in late else Future())
-        self._used = [values[name] for name in self._gives(now)]
+        late, parts = self._late.get(id(now), {}), self._parts_of(now)
+        carried = [name for name in parts.results if self._beside and replaces(name) in values]
+        queues = Queues(
+            now.listed.tasks,
+            values,
+            parts.results,
+            lambda name: Promise(late[name]) if name in late else Future(),
+        )
+        self._used = [values[name] for name in parts.gives]
         values.clear()
         compute, idle = computing(now.programs, self._group.journal, self.log)
-        jobs = self._jobs = self._start(now, queues)
+        jobs = self._jobs = self._start(now, parts, queues)
         try:
-            queues.work([task for task in tasks if task.kind == "compute"], compute, idle)
+            queues.work(parts.computes, compute, idle)
             result: dict[str, Any] = {name: one if name in late else one.result() for name, one in queues.kept.items()}
             if not late:
                 wait(jobs)
@@ -130,27 +155,26 @@ class Steps:
             wait(jobs)
             raise
         if id(now) not in self._late:
-            self._late[id(now)] = {name: _form(result[name]) for name in carried}
+            self._late[id(now)] = forms_of({name: result[name] for name in carried})
         self.log.end()
         return result
 
-    def _gives(self, now: Prepared) -> list[str]:
-        """What a step gives away of the state, by name; when the next one begins it may not have come to that yet."""
-        names = {name for names in kept_last(now.listed).values() for name in names if first_word(name) == "state"}
-        return sorted(names) if self._donate else []
+    def _parts_of(self, now: Prepared) -> Parts:
+        if id(now) not in self._parts:
+            self._parts[id(now)] = _parts(now.listed, self._donate)
+        return self._parts[id(now)]
 
-    def _start(self, now: Prepared, queues: Queues) -> list[Future[None]]:
+    def _start(self, now: Prepared, parts: Parts, queues: Queues) -> list[Future[None]]:
         work, threads = with_configuration(queues.work), ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
-        updates = [task for task in now.listed.tasks if task.kind == "update"]
         jobs = [
-            self._group.lane.add(threads, work, now.listed.messages, self._sending(now)),
-            threads.submit(work, updates, updating(now.programs, self.log)),
+            self._group.lane.add(threads, work, parts.messages, self._sending(now, parts)),
+            threads.submit(work, parts.updates, updating(now.programs, self.log)),
         ]
         threads.shutdown(wait=False)
         return jobs
 
-    def _sending(self, now: Prepared) -> Do:
-        numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
+    def _sending(self, now: Prepared, parts: Parts) -> Do:
+        numbers, sent = {task.name: number for number, task in enumerate(parts.messages)}, dict[str, Sent]()
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
@@ -180,12 +204,3 @@ def _told_at_once(group: Group, pieces: Pieces) -> Pieces:
         return pieces.finish(state, shards, came, kept, jnp.asarray(np.array(told, np.uint32)))
 
     return pieces._replace(finish=finish)
-
-
-def _programs(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
-    """Stages may use no memory that an update on another thread still reads, nor the other way round."""
-    return compiled(placement, listed, values, donate, kept_last(listed))
-
-
-def _form(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

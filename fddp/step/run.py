@@ -106,7 +106,9 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
         # No gradient is sent; parameters that rest in shards have to come together all the same.
         params = whole(state.params, group=settled.replica.group)
         replicated = replicated._replace(params=placement.place(params, REPLICATED))
-    accumulated, means = settled.accumulate(promised(replicated), shards, pending, placement.feed(batch))
+    if settled.runner.promises:
+        replicated = promised(replicated)
+    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(batch))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     journal.adds(settled.replica.group.processes)
@@ -136,11 +138,13 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
-    there = [x.result() if isinstance(x, Promise) and x.done() else x for x in leaves]
-    if alone and not settled.replica.apart and placement.holds([x for x in there if not isinstance(x, Promise)]):
+    if settled.runner.promises:
+        leaves = [x.result() if isinstance(x, Promise) else x for x in leaves if not isinstance(x, Promise) or x.done()]
+    if alone and not settled.replica.apart and placement.holds(leaves):
         return state, None, (), ()
-    refuse_deleted(there)
-    state = promised(state)
+    refuse_deleted(leaves)
+    if settled.runner.promises:
+        state = promised(state)
     memory = by_message(settled.plan, state.hook_state) if hook else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated, shards = state._replace(accumulated=None, hook_state=()), []

@@ -351,7 +351,7 @@ def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
 
 @claim()
 def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
-    """Rank 0 does not read the sixth leaf: its own program would tell it another order of the sums that are put off."""
+    """Rank 0 does not read one of the leaves, so its own program would tell it another order of what is put off."""
 
     def loss(p: Any, x: Any) -> Any:
         return sum(jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6)
