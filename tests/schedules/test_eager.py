@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
+from tied_net import TOKENS, plain, tied_net, tied_params
 
 import fddp
 from fddp.comm import Journal, poll
@@ -139,38 +140,12 @@ def test_a_value_is_let_go_of_by_its_last_reader():
 
 ### In training
 
-PARAMS = {
-    # Its forward order is not the reverse of the ready order: the embedding is used first, and ready last, for it is
-    # used at the end too; and the skipped layer's gradient is ready early, though it is used early.
-    "embedding": np.random.default_rng(0).normal(size=(7, 4)),
-    "skipped": np.random.default_rng(1).normal(size=(4, 4)),
-    "layers": [np.random.default_rng(2 + k).normal(size=(4, 4)) for k in range(4)],
-    "unused": np.ones(3),
-}
-TOKENS = np.random.default_rng(9).integers(0, 7, size=(12, 5), dtype=np.int32)
-
-
-def net(params: Any, tokens: Any) -> jax.Array:
-    x = params["embedding"][tokens]
-    aside = x @ params["skipped"]
-    for w in params["layers"]:
-        x = jnp.tanh(x @ w)
-    scores = (x + aside) @ params["embedding"].T
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, tokens))
-
-
-def plain(steps: int) -> Any:
-    params, state = jax.tree.map(jnp.asarray, PARAMS), optax.adam(0.05).init(PARAMS)
-    for k in range(steps):
-        grads = jax.grad(net)(params, np.roll(TOKENS, k, axis=0))
-        updates, state = optax.adam(0.05).update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+PARAMS = tied_params(4)
 
 
 def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
     given: dict[str, Any] = {"shard": "state", "schedule": "eager", "bucket_cap_mb": 0} | options
-    return fddp.train_step(net, optax.adam(0.05), group=replicas, **given)
+    return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **given)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -181,7 +156,7 @@ def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Grou
     for k in range(6):
         state, _ = step(state, np.roll(TOKENS, k, axis=0))
     got = fddp.whole(state.params, group=group(n))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, plain(6))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, plain(PARAMS, 6))
 
 
 @pytest.mark.steps
@@ -197,7 +172,7 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
     halved = third._replace(params=jax.tree.map(lambda x: x / 2, third.params))
     got, info = step(halved, TOKENS)
     whole = fddp.whole(halved.params, group=group(2))
-    np.testing.assert_allclose(info.loss, net(whole, TOKENS), rtol=1e-12)
+    np.testing.assert_allclose(info.loss, tied_net(whole, TOKENS), rtol=1e-12)
     assert int(got.step) == 3
 
 
@@ -209,7 +184,7 @@ def test_after_an_error_a_step_goes_on_from_the_state_that_is_there(group: Group
         step(state, TOKENS[:3])
     state, _ = step(state, np.roll(TOKENS, 1, axis=0))
     got = fddp.whole(state.params, group=group(2))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, plain(2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, plain(PARAMS, 2))
 
 
 @pytest.mark.steps
@@ -245,7 +220,7 @@ def test_a_timeline_tells_what_lay_between_the_begin_and_the_end_of_its_step(gro
 
 def test_eager_is_for_all_of_a_state_and_for_losses_without_collectives(group: Groups):
     with pytest.raises(ValueError, match="give shard='state', or no shard at all, got 'optimizer'"):
-        fddp.train_step(net, optax.adam(0.05), group=group(2), schedule="eager", shard="optimizer")
+        fddp.train_step(tied_net, optax.adam(0.05), group=group(2), schedule="eager", shard="optimizer")
     with pytest.raises(ValueError, match=r"collectives of its own \(psum"):
         step = fddp.train_step(
             lambda w, x: jax.lax.psum(jnp.mean(w * x), "replica"), optax.sgd(0.1), group=group(2), schedule="eager",

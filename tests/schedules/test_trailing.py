@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tied_net import TOKENS, plain, tied_net, tied_params
 
 import fddp
 from fddp.comm import Journal, Lane, poll
@@ -116,31 +117,7 @@ def test_a_put_off_sum_lies_under_the_next_forward_pass():
 
 ### In training
 
-PARAMS = {
-    # Used first and ready last, as it is used at the end too; and one that is used early and ready early.
-    "embedding": np.random.default_rng(0).normal(size=(7, 4)),
-    "skipped": np.random.default_rng(1).normal(size=(4, 4)),
-    "layers": [np.random.default_rng(2 + k).normal(size=(4, 4)) for k in range(6)],
-    "unused": np.ones(3),
-}
-TOKENS = np.random.default_rng(9).integers(0, 7, size=(12, 5), dtype=np.int32)
-
-
-def net(params: Any, tokens: Any) -> jax.Array:
-    x = params["embedding"][tokens]
-    aside = x @ params["skipped"]
-    for w in params["layers"]:
-        x = jnp.tanh(x @ w)
-    scores = (x + aside) @ params["embedding"].T
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, tokens))
-
-
-def plain(steps: int) -> Any:
-    params, state = jax.tree.map(jnp.asarray, PARAMS), optax.adam(0.05).init(PARAMS)
-    for k in range(steps):
-        updates, state = optax.adam(0.05).update(jax.grad(net)(params, batch(k)), state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+PARAMS = tied_params(6)
 
 
 def batch(k: int) -> Any:
@@ -153,7 +130,7 @@ def assert_close(got: Any, expected: Any) -> None:
 
 def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
     given: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
-    return fddp.train_step(net, optax.adam(0.05), group=replicas, **given)
+    return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **given)
 
 
 class Wire:
@@ -208,7 +185,7 @@ LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
     "copied": copy.copy,
     "pickled": pickle.dumps,
     "put together": fddp.whole,
-    "evaluated": lambda state: fddp.evaluate(net, state, [TOKENS]),
+    "evaluated": lambda state: fddp.evaluate(tied_net, state, [TOKENS]),
 }
 
 
@@ -235,7 +212,7 @@ def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: 
         thread.join(60)
     assert sorted(looked) == sorted(LOOKS)
     assert state.params is state.params
-    assert_close(state.params, plain(2))
+    assert_close(state.params, plain(PARAMS, 2))
     assert jax.tree.structure(state) == jax.tree.structure(step.init(PARAMS))
 
 
@@ -254,7 +231,7 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(group: Groups,
         assert poll(lambda: "stage 3" in said, 60) and not ended
     thread.join(60)
     ((state, _),) = ended
-    assert_close(state.params, plain(3))
+    assert_close(state.params, plain(PARAMS, 3))
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -264,7 +241,7 @@ def test_replicas_of_one_process_are_trained_as_one_is(group: Groups, x64: None,
     state = step.init(PARAMS)
     for k in range(6):
         state, _ = step(state, batch(k))
-    assert_close(state.params, plain(6))
+    assert_close(state.params, plain(PARAMS, 6))
 
 
 @pytest.mark.steps
@@ -277,7 +254,7 @@ def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Grou
         state, _ = step(state, batch(k))
         returned.append(wire.sent < (k + 1) * len(step.plan.buckets))
     assert all(returned), "each returned before its last sum was back"
-    assert_close(state.params, plain(6))
+    assert_close(state.params, plain(PARAMS, 6))
 
 
 @pytest.mark.steps
@@ -294,7 +271,7 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
     jax.tree.map(np.testing.assert_array_equal, copied, third)
     halved = third._replace(params=jax.tree.map(lambda x: x / 2, third.params))
     got, info = step(halved, TOKENS)
-    np.testing.assert_allclose(info.loss, net(halved.params, TOKENS), rtol=1e-12)
+    np.testing.assert_allclose(info.loss, tied_net(halved.params, TOKENS), rtol=1e-12)
     assert int(got.step) == 3
 
 
@@ -305,10 +282,10 @@ def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, sc
     step, state = begun(wire)
     with wire.letting(1):
         state, _ = step(state, batch(1))
-    other = fddp.train_step(net, optax.adam(0.05), group=group(1), schedule=schedule)
+    other = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
     for k in (2, 3):
         state, _ = other(state, batch(k))
-    assert_close(state.params, plain(4))
+    assert_close(state.params, plain(PARAMS, 4))
 
 
 @pytest.mark.steps
@@ -340,7 +317,7 @@ def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
         step(state, {"rows": ()})
     state, _ = step.no_sync(state, batch(2))
     state, _ = step(state, batch(2))
-    assert_close(state.params, plain(3))
+    assert_close(state.params, plain(PARAMS, 3))
 
 
 @pytest.mark.steps
@@ -410,11 +387,11 @@ def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
 def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(group: Groups, x64: None, monkeypatch):
     """A clip by the global norm."""
     optimizer, wire = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)), Wire(group(1))
-    step = fddp.train_step(net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
+    step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
     state, expected = step.init(PARAMS), (jax.tree.map(jnp.asarray, PARAMS), optimizer.init(PARAMS))
     for k in range(3):
         state, _ = step(state, batch(k))
-        updates, held = optimizer.update(jax.grad(net)(expected[0], batch(k)), expected[1], expected[0])
+        updates, held = optimizer.update(jax.grad(tied_net)(expected[0], batch(k)), expected[1], expected[0])
         expected = optax.apply_updates(expected[0], updates), held
     assert_close(state.params, expected[0])
     jax.block_until_ready(state)
@@ -431,9 +408,9 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(grou
 
 
 def test_gradients_are_returned_when_all_are_there(group: Groups, x64: None):
-    f = fddp.value_and_grad(net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
+    f = fddp.value_and_grad(tied_net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
     for k in range(3):
-        assert_close(f(PARAMS, batch(k)), jax.value_and_grad(net)(PARAMS, batch(k)))
+        assert_close(f(PARAMS, batch(k)), jax.value_and_grad(tied_net)(PARAMS, batch(k)))
 
 
 def test_a_hook_is_refused(group: Groups):
