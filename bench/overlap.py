@@ -87,14 +87,14 @@ def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
         ways[hello["job"]] = hello["ways"]
     seconds: dict[str, list[float]] = {way: [] for names in ways.values() for way in names}
     spans: dict[str, list[tuple[Timeline, ...]]] = {way: [] for way in seconds}  # of each step, those of all ranks
-    for turn in range(-3, rounds):
+    for turn in range(-6, rounds):
         for job, names in ways.items():
             for way in names:
                 for talk in ranks[job]:
                     talk.write(json.dumps([way, STEPS]) + "\n")
                     talk.flush()
                 told = [json.loads(talk.readline()) for talk in ranks[job]]
-                if turn >= 0:  # the first rounds compile and warm up
+                if turn >= 0:  # the first rounds compile and warm up, and eager tries its orders
                     seconds[way] += [max(pair) for pair in zip(*(one["seconds"][1:] for one in told))]
                     spans[way] += zip(*([_timeline(line) for line in one["timelines"][1:]] for one in told))
     return evaluate({way: np.array(values) for way, values in seconds.items()}, spans)

@@ -3,12 +3,13 @@
 Gradients are ready in the reverse of the order in which the next forward pass wants the parameters. Messages that leave
 as they are ready keep its first layers waiting for last; messages that leave by first use alone would let the link idle
 while the backward pass goes on. Between the two: most leave as they are ready, some are put off until the last one is
-away, and those by first use.
+away, and those by first use. Where computing is the longer part no message waits for the link, and what is put off is
+only late: so both orders are made, and which is the faster one is measured.
 
 Source: P3 (Jayarajan et al., SysML 2019); ByteScheduler (Peng et al., SOSP 2019); TicTac (Hashemi et al., SysML 2019).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from fddp.jaxpr import arrivals, first_uses
@@ -34,6 +35,26 @@ def come_late(first: Program, last: Program) -> dict[str, int]:
     order = dict.fromkeys(message[name] for name in sorted(uses, key=uses.__getitem__))
     places = {k: place for place, k in enumerate(order, 1)}
     return {name: places[message[name]] for name in uses}
+
+
+def orders(listed: TaskList, first_use: Mapping[str, int]) -> tuple[TaskList, ...]:
+    """A list with its messages as they are ready, and with some of them put off, where that is another order.
+
+    Args:
+      listed: see `trailed`.
+      first_use: likewise.
+
+    Returns:
+      One list or two, of the same tasks.
+    """
+    ready, put_off = trailed(listed, {}), trailed(listed, first_use)
+    return (ready,) if put_off.messages == ready.messages else (ready, put_off)
+
+
+def read_once(listed: TaskList) -> dict[str, tuple[str, ...]]:
+    """What one task alone reads, for each: in whatever order tasks are done, nobody else wants its memory."""
+    readers = Counter(name for task in listed.tasks for name in task.reads)
+    return {task.name: tuple(name for name in task.reads if readers[name] == 1) for task in listed.tasks}
 
 
 def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:

@@ -8,6 +8,7 @@ Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
@@ -15,21 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import Messages
-from fddp.comm import MOST, Group
+from fddp.comm import MOST, Group, Placement
 from fddp.hooks import Memory, plain_bytes
 from fddp.jax_internals import with_configuration
 from fddp.jaxpr import used_up
-from fddp.schedules.ahead import RESULTS, kept_last
-from fddp.schedules.behind import come_late, trailed
-from fddp.schedules.doing import compiled_apart, computing, own_lane, updating
+from fddp.schedules.ahead import RESULTS
+from fddp.schedules.behind import come_late, orders, read_once
+from fddp.schedules.doing import computing, own_lane, updating
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.log import Log
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import Prepared, preparing
+from fddp.schedules.programs import Prepared, Programs, compiled, preparing
 from fddp.schedules.queues import Do, Promise, Queues
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.tasks import BYTES, Task, TaskList, first_word, replaces
 from fddp.schedules.threads import refuse_without_jit
+from fddp.schedules.trial import Trial
 
 
 def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -37,7 +39,7 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     Messages and updates have a thread each. The messages of all steps leave on a communicator of their own, one after
     the other. Where there is none, for a process has several devices or sums go over nodes first, nothing is under way
-    between two steps.
+    between two steps. Where there are two orders of the messages, the first steps try both.
 
     Args:
       group: the replicas.
@@ -48,13 +50,17 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
       The runner; of its result what takes the place of a part of the state may be a `Promise`.
     """
     lane, beside = own_lane(group)
-    steps, plain = Steps(group, beside, donate), _all_plain(pieces)
-    pieces, off = (_told_at_once(group, pieces) if plain else pieces), (pieces.uses if plain and beside else {})
+    plain = _all_plain(pieces)
+    steps = Steps(group, beside, pieces.uses if plain and beside else {}, donate)
+    pieces = _told_at_once(group, pieces) if plain else pieces
 
     def make(*arguments: Any) -> TaskList:
-        return trailed(in_stages(group.placement, pieces, *arguments, used=lambda k, count: k, late=come_late), off)
+        return in_stages(group.placement, pieces, *arguments, used=lambda k, count: k, late=come_late)
 
-    prepare = preparing(lane, make, compiled_apart, donate)
+    def tasks(*arguments: Any) -> TaskList:
+        return steps.ordered(make(*arguments))
+
+    prepare = preparing(lane, make, _compiled, donate)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("eager")
@@ -65,46 +71,54 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
         group.recovery.sends()  # who fails from here on may not begin anew alone
         return *now.listed.leave(steps.step(now, values)), memory
 
-    return Runner(run, None, steps.log.timeline, make, promises=True)
+    return Runner(run, None, steps.log.timeline, tasks, promises=True)
 
 
 class Parts(NamedTuple):
-    """A list, by its queues, and what of its values is looked at in each step."""
+    """A list, by its queues."""
 
     computes: list[Task]
     messages: tuple[Task, ...]
     updates: list[Task]
+
+
+class Form(NamedTuple):
+    """What is found once for each form of arguments."""
+
+    orders: tuple[Parts, ...]
+    """The list, in each order of its messages that may be the fastest."""
     results: list[str]
     """What a step returns."""
     gives: list[str]
     """What it gives away of the state; when the next step begins it may not have come to that yet."""
 
 
-def _parts(listed: TaskList, donate: bool) -> Parts:
-    gives = {name for names in kept_last(listed).values() for name in names if first_word(name) == "state"}
-    return Parts(
-        [task for task in listed.tasks if task.kind == "compute"],
-        listed.messages,
-        [task for task in listed.tasks if task.kind == "update"],
-        [name for task in listed.tasks for name in task.writes if first_word(name) in RESULTS],
-        sorted(gives) if donate else [],
-    )
+def _parts(listed: TaskList) -> Parts:
+    computes = [task for task in listed.tasks if task.kind == "compute"]
+    return Parts(computes, listed.messages, [task for task in listed.tasks if task.kind == "update"])
 
 
 class Steps:
     """Steps of which one begins while the one before it ends."""
 
-    def __init__(self, group: Group, beside: bool, donate: bool) -> None:
+    def __init__(self, group: Group, beside: bool, first_use: Mapping[str, int], donate: bool) -> None:
         """Args:
         group: the replicas.
         beside: whether messages may be under way beside others.
+        first_use: of the messages that may be put off, see `trailed`.
         donate: whether updates may reuse the state's memory.
         """
-        self._group, self._beside, self._donate, self.log = group, beside, donate, Log()
+        self._group, self._beside, self._first_use, self._donate = group, beside, first_use, donate
+        self.log, self._trial = Log(), Trial(group)
         # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
         self._late: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
-        self._parts = dict[int, Parts]()
+        self._forms = dict[int, Form]()
         self._jobs, self._used = list[Future[None]](), list[Any]()
+
+    def ordered(self, listed: TaskList) -> TaskList:
+        """A list in the order of the last step's messages."""
+        made = orders(listed, self._first_use)
+        return made[min(self._trial.latest, len(made) - 1)]
 
     def admit(self, values: Mapping[str, Any]) -> None:
         """Says what the step before rules out.
@@ -133,15 +147,17 @@ class Steps:
           Its result and the new shards, by name; of the new state promises, but after the first step of a form.
         """
         self.log.begin()
-        late, parts = self._late.get(id(now), {}), self._parts_of(now)
-        carried = [name for name in parts.results if self._beside and replaces(name) in values]
+        late, form = self._late.get(id(now), {}), self._form_of(now)
+        parts = form.orders[self._trial.way(len(form.orders))]
+        began = perf_counter()
+        carried = [name for name in form.results if self._beside and replaces(name) in values]
         queues = Queues(
             now.listed.tasks,
             values,
-            parts.results,
+            form.results,
             lambda name: Promise(late[name]) if name in late else Future(),
         )
-        self._used = [values[name] for name in parts.gives]
+        self._used = [values[name] for name in form.gives]
         values.clear()
         compute, idle = computing(now.programs, self._group.journal, self.log)
         jobs = self._jobs = self._start(now, parts, queues)
@@ -157,12 +173,16 @@ class Steps:
         if id(now) not in self._late:
             self._late[id(now)] = forms_of({name: result[name] for name in carried})
         self.log.end()
+        self._trial.took(perf_counter() - began)
         return result
 
-    def _parts_of(self, now: Prepared) -> Parts:
-        if id(now) not in self._parts:
-            self._parts[id(now)] = _parts(now.listed, self._donate)
-        return self._parts[id(now)]
+    def _form_of(self, now: Prepared) -> Form:
+        if id(now) not in self._forms:
+            made = tuple(map(_parts, orders(now.listed, self._first_use)))
+            results = [name for task in now.listed.tasks for name in task.writes if first_word(name) in RESULTS]
+            gives = {name for names in read_once(now.listed).values() for name in names if first_word(name) == "state"}
+            self._forms[id(now)] = Form(made, results, sorted(gives) if self._donate else [])
+        return self._forms[id(now)]
 
     def _start(self, now: Prepared, parts: Parts, queues: Queues) -> list[Future[None]]:
         work, threads = with_configuration(queues.work), ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
@@ -174,7 +194,7 @@ class Steps:
         return jobs
 
     def _sending(self, now: Prepared, parts: Parts) -> Do:
-        numbers, sent = {task.name: number for number, task in enumerate(parts.messages)}, dict[str, Sent]()
+        numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
@@ -188,6 +208,10 @@ class Steps:
             return bytes_of(self._group, [sent[f"message {k}"] for k in range(len(numbers))])
 
         return do
+
+
+def _compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+    return compiled(placement, listed, values, donate, read_once(listed))
 
 
 def _all_plain(pieces: Pieces) -> bool:
