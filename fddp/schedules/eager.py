@@ -29,10 +29,27 @@ from fddp.schedules.queues import Do, Queues
 from fddp.schedules.send import Sent, bytes_of, sending
 from fddp.schedules.tasks import BYTES, Task, TaskList
 from fddp.schedules.threads import refuse_without_jit
+from fddp.schedules.trailing import trailing
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Stages beside scatters, and updates and gathers beside both, each as soon as it can be: for `shard="state"`.
+    """Crosses the border between two steps: with gathers that lead where parameters rest in shards, else with sums that
+    trail.
+
+    Args:
+      group: the replicas.
+      pieces: the step.
+      donate: whether updates may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
+    computes = pieces.rounds[0].kind == "compute"  # else it packs shards, to gather them
+    return (trailing if computes else leading)(group, pieces, donate)
+
+
+def leading(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Stages beside scatters, and updates and gathers beside both, each as soon as it can be.
 
     Gradients leave in one order on one thread; gathers in another order on a thread and a communicator of their own,
     which a step leaves behind. Where there is no second communicator, for a process has several devices or sums go over

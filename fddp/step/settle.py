@@ -19,7 +19,7 @@ from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
 from fddp.optim import LocalState
-from fddp.schedules import Runner, Schedule, after, eager, fused, staged, trailing
+from fddp.schedules import Runner, Schedule, after, eager, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
@@ -259,7 +259,7 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     if callable(asked):
         return asked
     if asked != "auto":
-        return trailing if asked == "eager" and not replica.options.shard else SCHEDULES[asked]
+        return SCHEDULES[asked]
     cpu_hosts = group.processes > 1 and group.size == group.processes and jax.default_backend() == "cpu"
     in_one = after if replica.options.virtual_replicas else fused
     return staged if cpu_hosts and not (own or axes or without_jit()) else in_one
