@@ -28,10 +28,12 @@ def own_lane(group: Group) -> tuple[Group, bool]:
       group: the replicas.
 
     Returns:
-      The group, and whether its messages may be under way beside others: not where there is no second communicator.
+      The group, and whether its messages may be under way beside others: not where there is no second communicator, and
+      not on GPUs, each of which has its queue for what several threads launch, and they launch in any order.
     """
     own = group.clone(2)
-    return replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False)), len(own) > 1
+    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
+    return lane, len(own) > 1 and group.backend != "nccl"
 
 
 def compiled_apart(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
