@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import fddp
-from fddp.schedules.trial import STEPS, TURNS, Trial
+from fddp.schedules.trial import STEPS, TRIED, TURNS, Trial
 
 
 def steps(trial: Trial, seconds: list[float], count: int) -> list[int]:
-    """The ways of so many steps; the first of a turn misleads."""
+    """The ways of so many steps, one as long as the other but for the first of a turn, which misleads."""
     ways = list[int]()
-    for _ in range(count):
+    for number in range(count):
         ways.append(trial.way(len(seconds)))
-        first = ways[-2:-1] != ways[-1:]
-        trial.took(100.0 / seconds[ways[-1]] if first else seconds[ways[-1]])
+        own = seconds[ways[-1]]
+        trial.took((100.0 / own, own, 1.5 * own, 20.0 * own)[number % STEPS])
     return ways
 
 
@@ -38,11 +38,11 @@ def told(group: fddp.Group, words: list[list[int]]) -> fddp.Group:
     return replace(group, hosts=group.hosts._replace(broadcast=lambda own, root: np.array(next(said), own.dtype)))
 
 
-def test_all_ranks_take_rank_0_s_way_whatever_they_would_have_taken(group):
-    """This rank is behind, for a step failed here that the others have done."""
-    trial = Trial(told(group(1), [[0, 0], [1, 0], [0, 0], [1, 1]]))
-    ways = list[int]()
-    for _ in range(6):
-        ways.append(trial.way(2))
-        trial.took(1.0)
-    assert ways == [0, 1, 0, 1, 1, 1]
+def test_at_each_turn_all_ranks_take_rank_0_s_way_whatever_they_would_have_taken(group):
+    got = steps(Trial(told(group(1), [[0, 0], [0, 0], [1, 0], [1, 1]])), [1.0, 2.0], 4 * STEPS)
+    assert got == [0] * 2 * STEPS + [1] * 2 * STEPS
+
+
+def test_steps_that_all_fail_end_the_trial_as_well(group):
+    trial = Trial(group(1))
+    assert [trial.way(2) for _ in range(TRIED + 2)][-2:] == [0, 0]

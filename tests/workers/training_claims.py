@@ -12,6 +12,7 @@ import optax
 from workers.claims import claim, error_of
 
 import fddp
+from fddp.schedules import TRIED
 
 RATE = 0.5
 
@@ -389,7 +390,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
     expected, held = jax.tree.map(jnp.asarray, params), optimizer.init(params)
     step = fddp.train_step(loss, optimizer, group=group, schedule="eager", bucket_cap_mb=0)
     state = step.init(params)
-    for k in range(12):
+    for k in range(TRIED + 2):  # in both orders of the messages, and in the one that stays
         batch = np.roll(rows, k, axis=0)
         state, info = step(state, batch[4 * group.rank :][:4])
         value, grads = jax.value_and_grad(loss)(expected, batch)
