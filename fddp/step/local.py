@@ -35,7 +35,7 @@ from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
 from fddp.optim import LocalState, LocalSteps, scale_of, update
-from fddp.schedules import Pieces, Round, Runner, Schedule
+from fddp.schedules import Pieces, Promise, Round, Runner, Schedule
 from fddp.step.buffers import average
 from fddp.step.replica import Replica, by_bucket, with_trained
 from fddp.step.state import Mean, StepInfo, TrainState
@@ -72,7 +72,10 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return first, 0
         # The number itself is not asked for, where it is known: it may still be computed.
-        number = last[1] + 1 if state.step is last[0] else int(jax.device_get(state.step)) + 1
+        step = state.step
+        if isinstance(step, Promise) and step is not last[0]:
+            step = step.result()
+        number = last[1] + 1 if step is last[0] else int(jax.device_get(step)) + 1
         steps = local.steps
         return of_kind(TOGETHER if number <= steps.start else steps.sends(number)), number
 
@@ -91,6 +94,7 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
         None if first.lower is None else lower,
         None if first.timeline is None else lambda: last[2].timeline(),
         lambda state, *rest: due(state)[0].tasks(state, *rest),
+        first.promises,
     )
 
 
