@@ -22,7 +22,7 @@ def compute(start: float, end: float) -> Span:
 
 
 def send(start: float, end: float) -> Span:
-    return Span("communication", "bucket", start, end, 400)
+    return Span("communication", f"bucket at {start:g}", start, end, 400)
 
 
 # 10 s: idle for 1, then 5 of computing, 3 of sending of which 1 lies under it, an update of 1, idle again for 1.
@@ -73,6 +73,14 @@ def test_shares_are_of_all_steps_together():
 def test_a_step_without_traffic_overlaps_nothing_and_has_no_overhead():
     alone = Measurement((MeasuredStep(0, 1, Timeline((compute(0, 1),))),))
     assert (alone.overlap_percent, alone.overhead_percent, alone.all_reduces) == (0, 0, 0)
+
+
+def test_a_message_that_lies_in_two_steps_is_one_of_each():
+    sent = [
+        Span("communication", "bucket 1", 0, 2, 8),
+        *(Span("communication", f"bucket {k}", 3, 4, 8) for k in (0, 1)),
+    ]
+    assert Measurement((MeasuredStep(0, 4, Timeline(tuple(sent))),)).all_reduces == 2
 
 
 def test_the_table_names_each_share():
