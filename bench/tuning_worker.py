@@ -46,6 +46,7 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
             "tune_s": took,
             "chosen_mb": tuning.bucket_cap_mb,
             "deviation": tuning.deviation,
+            "eager_over_staged": (tuning.eager_s or tuning.measured_s) / tuning.measured_s,
             "caps": [
                 {
                     "cap_mb": one.bucket_cap_mb,

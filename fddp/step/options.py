@@ -65,8 +65,8 @@ class Options:
         state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'eager': the same, and a step
         returns before its last sums are back (with shard='state': before its parameters are gathered): they come under
-        the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager'. Or a function that makes a
-        schedule of a step's pieces (`fddp.schedules.Schedule`).
+        the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager': `fddp.tune` measures whether
+        that is faster. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
       shard (None): 'optimizer': each replica holds a part of the optimizer's state and updates that part of the
         parameters (ZeRO, stage 1), with the bytes of an all-reduce; 'state': it holds a part of the parameters too,
         which are gathered in the order in which the forward pass uses them (stage 3, but that they stay until the

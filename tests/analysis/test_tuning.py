@@ -1,5 +1,7 @@
 """Which bucket cap is best: `fddp.tuning` and `fddp.regrouping` by hand, and tunings of small networks."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -102,6 +104,17 @@ def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
     assert "best" in str(tuning)
 
 
+def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(group):
+    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
+    given = two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32)
+    options = {"group": group(1), "steps": 1, "caps_mb": [0]}
+    tuning = fddp.tune(*given, **options)
+    assert tuning.eager_s is not None and tuning.eager_s > 0
+    assert tuning.schedule == ("eager" if tuning.eager_s < 0.98 * tuning.measured_s else "staged")
+    assert fddp.tune(*given, **options, schedule="staged").eager_s is None
+    assert fddp.tune(*given, **options, hook=fddp.hooks.bf16()).eager_s is None
+
+
 def test_a_tuning_keeps_the_groups_that_it_is_given(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
     options = {"group": group(1), "steps": 1, "groups": lambda path: "both"}
@@ -132,6 +145,13 @@ BY_HAND = Tuning(2, Link(0.0, 10.0), Pace(), 0.75, (BEST,), BEST, measured_s=4.0
 def test_a_tuning_knows_how_far_it_was_off():
     assert BY_HAND.deviation == 0.25
     assert "bucket_cap_mb=1: measured 4000.0 ms, predicted +25.0%" in str(BY_HAND)
+
+
+@pytest.mark.parametrize(("eager_s", "faster"), [(None, "staged"), (3.93, "staged"), (3.91, "eager"), (4.5, "staged")])
+def test_eager_is_the_schedule_where_it_saves_more_than_2_percent(eager_s, faster):
+    tuning = replace(BY_HAND, eager_s=eager_s)
+    assert tuning.schedule == faster
+    assert (f"schedule={faster!r}: eager takes" in str(tuning)) == (eager_s is not None)
 
 
 def test_a_tuning_at_scale_predicts_what_was_measured_where_it_was_measured():
