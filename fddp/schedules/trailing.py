@@ -113,6 +113,8 @@ class Steps:
         # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
         self._late: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
         self._forms = dict[int, Form]()
+        # For messages and updates, as long as the step lives: of each thread that ends the C library keeps a little.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
         self._jobs, self._used = list[Future[None]](), list[Any]()
 
     def ordered(self, listed: TaskList) -> TaskList:
@@ -185,13 +187,11 @@ class Steps:
         return self._forms[id(now)]
 
     def _start(self, now: Prepared, parts: Parts, queues: Queues) -> list[Future[None]]:
-        work, threads = with_configuration(queues.work), ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
-        jobs = [
-            self._group.lane.add(threads, work, parts.messages, self._sending(now, parts)),
-            threads.submit(work, parts.updates, updating(now.programs, self.log)),
+        work = with_configuration(queues.work)
+        return [
+            self._group.lane.add(self._threads, work, parts.messages, self._sending(now, parts)),
+            self._threads.submit(work, parts.updates, updating(now.programs, self.log)),
         ]
-        threads.shutdown(wait=False)
-        return jobs
 
     def _sending(self, now: Prepared, parts: Parts) -> Do:
         numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
