@@ -21,7 +21,8 @@ from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.comm.tree import parts_for_each, sum_of_parts
 
 MESSAGES = 4
-FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 5e-4
+ASKS = 16
+FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 1e-3
 ALIGNMENT = 64
 
 
@@ -214,11 +215,15 @@ def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def _wait_for(requests: Sequence[Any]) -> None:
-    """Asks less and less often whether all are done."""
+    """Asks less and less often whether all are done, each time more than once.
+
+    MPI works only while it is asked, one step each time, and a message has many: asked once, it would leave what has
+    come there, and the link idle, until the next time.
+    """
     from mpi4py import MPI
 
     wait = FIRST_WAIT_S
-    while not MPI.Request.Testall(requests):
+    while not any(MPI.Request.Testall(requests) for _ in range(ASKS)):
         time.sleep(wait)
         wait = min(2 * wait, LONGEST_WAIT_S)
 

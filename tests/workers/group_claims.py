@@ -3,8 +3,11 @@
 import io
 import os
 import re
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import numpy as np
 from workers.claims import claim, error_of
 
 import fddp
-from fddp.comm import REPLICATED
+from fddp.comm import REPLICATED, mpi
 
 
 @claim()
@@ -103,6 +106,19 @@ def broadcast_of_nothing_is_nothing(group: fddp.Group):
 @claim()
 def broadcast_from_a_rank_that_is_not_there_is_an_error(group: fddp.Group):
     assert str(group.size) in error_of(lambda: group.broadcast(1.0, root=group.size))
+
+
+@claim(backends=("mpi",))
+def a_small_sum_is_not_slept_through(group: fddp.Group):
+    naps, counts = list[float](), list[int]()
+    here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
+    with mock.patch.object(mpi, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
+        for _ in range(50):
+            naps.clear()
+            assert np.unique(group.transport.all_reduce(here)).tolist() == [sum(range(1, group.size + 1))]
+            counts.append(len(naps))
+    # With a nap after each step of each message there are three times as many at best.
+    assert min(counts) <= mpi.MESSAGES
 
 
 @claim()
