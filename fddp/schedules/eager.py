@@ -111,6 +111,9 @@ class Crossing:
         self._group, self._gather, self._beside = group, gather, beside
         self._ahead: Ahead | None = None
         self.log = Log()
+        # As long as the step lives: of each thread that ends the C library keeps a little. What a step leaves behind
+        # has one of them, and waits for none of the next step's jobs.
+        self._threads = ThreadPoolExecutor(3, thread_name_prefix="fddp-queue")
 
     def step(self, now: Prepared, parts: Turned, values: dict[str, Any]) -> dict[str, Any]:
         """Runs a step.
@@ -171,19 +174,17 @@ class Crossing:
         return Ahead(of, queues.kept, sent, jobs[AHEAD if self._beside else "communication"])
 
     def _start(self, queues: Queues, tasks: Sequence[Task], send: Do, update: Do) -> dict[str, Future[None]]:
-        """Does all tasks but stages, each queue on a thread of its own, which ends with it."""
-        work, threads = with_configuration(queues.work), ThreadPoolExecutor(3, thread_name_prefix="fddp-queue")
+        """Does all tasks but stages, each queue on a thread of its own."""
+        work = with_configuration(queues.work)
         own: dict[str, list[Task]] = {"update": [], "communication": [], AHEAD: []}
         for task in tasks:
             if task.kind != "compute":
                 own[queue_of(task) if self._beside else task.kind].append(task)
-        jobs = {
-            "update": threads.submit(work, own["update"], update),
-            "communication": threads.submit(work, own["communication"], send),
-            AHEAD: self._group.lane.add(threads, work, own[AHEAD], send),
+        return {
+            "update": self._threads.submit(work, own["update"], update),
+            "communication": self._threads.submit(work, own["communication"], send),
+            AHEAD: self._group.lane.add(self._threads, work, own[AHEAD], send),
         }
-        threads.shutdown(wait=False)
-        return jobs
 
     def _updating(self, now: Prepared, after: Future[None] | None = None) -> Do:
         return updating(now.programs, self.log, after)

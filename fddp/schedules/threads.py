@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -51,6 +51,8 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
       The runner.
     """
     prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
+    # They begin with the first messages, and live on: of each thread that ends the C library keeps a little.
+    threads = [ThreadPoolExecutor(1, f"fddp-all-reduce-{number}") for number in range(len(group.transport.clones) or 1)]
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("staged")
@@ -59,16 +61,13 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
         values = now.listed.enter(state, pending, shards, rows)
         spans.clear()
         ran[:] = now.listed.tasks
-        count = len(side_by_side(group, [task.reduction for task in now.listed.messages]))
-        # Threads live as long as the step: nothing is left behind, whatever happens.
-        threads = [ThreadPoolExecutor(1, thread_name_prefix=f"fddp-all-reduce-{number}") for number in range(count)]
+        count, sends = len(side_by_side(group, [task.reduction for task in now.listed.messages])), list[Future[Sent]]()
         try:
             send = with_configuration(partial(now.send, memory=memory))
-            sends = _launch(group, now, values, send, threads, spans)
+            _launch(group, now, values, send, threads[:count], sends, spans)
         finally:
             # Nothing is called off: after an error, too, each thread sends what was made, the same on all ranks.
-            for thread in threads:
-                thread.shutdown()
+            wait(sends)
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
         return *now.listed.leave(values), remembered(done, memory)
@@ -91,10 +90,11 @@ def _launch(
     values: dict[str, Any],
     send: Callable[..., Sent],
     threads: Sequence[ThreadPoolExecutor],
+    sends: list[Future[Sent]],
     spans: list[Span],
-) -> list[Future[Sent]]:
-    """Runs all tasks; adds what they write to the values."""
-    sends, clock = list[Future[Sent]](), perf_counter()
+) -> None:
+    """Runs all tasks; adds what they write to the values, what they send, and when they ran."""
+    clock = perf_counter()
     # What was launched and is not known to be done, each with its results and the time; and the messages behind it.
     launched = deque[tuple[Compute, Sequence[jax.Array], float] | Communicate]()
 
@@ -150,7 +150,6 @@ def _launch(
         forget(task)
         del read, made
     wait_for_launched()
-    return sends
 
 
 def _said(asked: Sequence[Future[Sent]]) -> Callable[[], jax.Array]:

@@ -1,5 +1,6 @@
 """Claims about the staged schedule on one process; several are in test_equivalence and test_ranks."""
 
+import gc
 import logging
 import threading
 import time
@@ -239,12 +240,29 @@ def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_beg
         assert all(x.is_ready() for x in jax.tree.leaves((state, info)))
 
 
-def test_no_thread_outlives_a_step(group):
-    step, params, batch = staged_gpt(group)
-    state = step.init(params)
-    for _ in range(3):
-        state, _ = step(state, batch)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("fddp")]
+@pytest.mark.parametrize(
+    "options", [{"schedule": "staged"}, {"schedule": "eager"}, {"schedule": "eager", "shard": "state"}]
+)
+def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group, options):
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("fddp")} - others
+
+    others: set[threading.Thread] = set()
+    others = threads()
+    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1), **options)
+    state = step.init(np.zeros(3))
+    assert not threads()
+    state, _ = step(state, np.ones((4, 3)))
+    ours = threads()
+    for _ in range(8):
+        state, _ = step(state, np.ones((4, 3)))
+    assert set() < ours <= threads() and len(threads()) <= 3
+    ours = threads()
+    del step, state
+    gc.collect()
+    for thread in ours:
+        thread.join(timeout=20)
+    assert not threads()
 
 
 @pytest.mark.parametrize(
@@ -331,7 +349,6 @@ def test_an_error_of_the_communication_thread_reaches_the_caller(group):
     step = fddp.train_step(loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS)
     with pytest.raises(ConnectionError, match="the wire is cut"):
         step(step.init(params), batch)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fddp")]
 
 
 def test_an_error_inside_a_stage_reaches_the_caller(group):
