@@ -110,8 +110,13 @@ def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
 
 def _named(state: TrainState) -> dict[str, Any]:
     """The leaves by their paths, in their order."""
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    named = dict[str, Any]()
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in named:
+            raise ValueError(f"two leaves of the state are called {name!r}, and only one would be saved: rename a key.")
+        named[name] = x
+    return named
 
 
 @cache

@@ -103,6 +103,7 @@ class Checkpoints:
 
         Raises:
           TypeError: `place` is nothing that JSON can hold.
+          ValueError: two leaves have one name: with a key "a/b" beside a key "b" in "a".
         """
         if self._before is None:
             self._before = int(state.step) - self._step.steps
