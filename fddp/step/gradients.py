@@ -50,7 +50,9 @@ def value_and_grad(
       [4.0, -4.0]
     """
     check_callable("value_and_grad", "loss_fn", loss_fn)
-    settings = read_options("value_and_grad", options | {"donate": False})
+    settings = read_options("value_and_grad", {"donate": False} | options)
+    if settings.donate:
+        raise ValueError("donate=True is for train_step: value_and_grad is given no state that it could write over.")
     if settings.check_replicas_every:
         raise ValueError("check_replicas_every is for train_step: value_and_grad has no state to compare.")
     if settings.shard:

@@ -227,6 +227,8 @@ def test_value_and_grad_leaves_its_arguments_alone(group):
     f = fddp.value_and_grad(square, group=group(4))
     same_bits(f(w, x), f(w, x))
     assert not w.is_deleted() and not x.is_deleted()
+    with pytest.raises(ValueError, match="donate=True is for train_step"):
+        fddp.value_and_grad(square, group=group(4), donate=True)
 
 
 def keeping(average: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
