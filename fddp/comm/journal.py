@@ -21,6 +21,7 @@ from fddp.comm.pace import Pace, Usual
 MESSAGES = 64  # that are kept
 WAIT_S = 0.01
 BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
+ENDS = (FINISHED, FAILED)  # a script comes to one of them, for good
 STEP, LAUNCHED = "step", "launched"  # before the first task of a step, when it may compile; and when it is XLA's
 
 # Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
@@ -64,6 +65,7 @@ class Journal:
         self._life = self._steps = self._calls = self._messages = self._before = 0
         self._adds, self._added = 0, (0, 0)
         self._inside = self._together = False
+        self._doing = BETWEEN
         self._asked, self._asked_at = 0, time.monotonic()
         self.say(BETWEEN)
 
@@ -135,9 +137,13 @@ class Journal:
             self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
-        """Notes what the main thread begins."""
+        """Notes what the main thread begins; once the script has ended, that it did stays.
+
+        Python calls handlers at its exit after that, and the last steps may still be under way.
+        """
         with self._lock:
-            self._write(DOING, doing)
+            self._doing = self._doing if self._doing in ENDS else doing
+            self._write(DOING, self._doing)
 
     def live(self) -> Verdict:
         """Notes that this process lives, and which of its steps are over.
@@ -210,7 +216,7 @@ class Journal:
             over = True
         if over and not (self._inside or self._launched):
             self._together = False
-            self._write(DOING, BETWEEN)
+            self.say(BETWEEN)
         elif over:
             self._write_head()
 

@@ -250,3 +250,29 @@ def test_a_training_that_goes_on_counts_from_where_it_was_saved():
             pass
     journal.goes_on(2)  # from an older checkpoint, in the same process
     assert head(journal)["before"] + head(journal)["steps"] == 2
+
+
+class OnItsWay:
+    """What a step will have made; over when it is told so."""
+
+    over = False
+
+    def is_ready(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize("end", ["finished", "failed"])
+def test_a_script_that_has_ended_stays_so_while_its_last_step_is_under_way(end: str):
+    journal, result = Journal(bytearray(SIZE), 2), OnItsWay()
+    with journal.step(2):
+        journal.launched(result)
+    journal.say(end)
+    journal.live()
+    assert (head(journal)["together"], text(journal, DOING)) == (True, end)
+    result.over = True
+    journal.live()
+    assert (head(journal)["together"], text(journal, DOING)) == (False, end)
+    with journal.call("all_gather", 2):  # by a handler at Python's exit
+        assert text(journal, DOING) == end
+    journal.say("finished")
+    assert text(journal, DOING) == end

@@ -358,6 +358,15 @@ def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, sche
     assert line.endswith("give each rank equally many batches, or use fddp.join.")
 
 
+@on_ranks("backend, size", (MPI,), (GLOO,))
+def test_a_training_that_ends_well_ends_without_a_word(backend: str, size: int, tmp_path: Path):
+    """Its last step is still under way when the script ends, and a handler keeps the process for a while."""
+    outcome = launch(backend, size, "ends_well.py", folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    time.sleep(AFTER_S)
+    assert written(tmp_path, size) == ("trained\n",) * size
+
+
 @on_ranks("backend, size, how", (GLOO, "raise_exit"), (MPI, "at_once"))
 def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int, how: str, tmp_path: Path):
     """Also before its first step, when the others compare themselves with it."""
