@@ -108,6 +108,18 @@ def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
     return tree.unflatten([laid(name, x) for name, x in named.items()])
 
 
+def check_names(state: TrainState) -> None:
+    """Refuses a state of which two leaves would be saved under one name.
+
+    Args:
+      state: what is to be saved.
+
+    Raises:
+      ValueError: the message says which name.
+    """
+    _named(state)
+
+
 def _named(state: TrainState) -> dict[str, Any]:
     """The leaves by their paths, in their order."""
     named = dict[str, Any]()

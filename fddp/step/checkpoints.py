@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from fddp.comm import BETWEEN, Group, verify
-from fddp.step.checkpoint_arrays import handed_round, laid, whole
+from fddp.step.checkpoint_arrays import check_names, handed_round, laid, whole
 from fddp.step.checkpoint_files import Saved, newest, opened, unfinished, write
 from fddp.step.state import TrainState
 from fddp.step.train import TrainStep
@@ -102,10 +102,13 @@ class Checkpoints:
           Whether it is being saved.
 
         Raises:
-          TypeError: `place` is nothing that JSON can hold.
-          ValueError: two leaves have one name: with a key "a/b" beside a key "b" in "a".
+          TypeError: `place` is nothing that JSON can hold; at the first call, whether or not a state is due.
+          ValueError: two leaves have one name, with a key "a/b" beside a key "b" in "a"; likewise.
         """
         if self._before is None:
+            # What cannot be saved is told now, not after `every` steps.
+            check_names(state)
+            json.dumps(place)
             self._before = int(state.step) - self._step.steps
             self._last = int(state.step) - 1
         number = self._before + self._step.steps

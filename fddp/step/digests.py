@@ -28,8 +28,8 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
       every: after how many steps; 0: never.
 
     Returns:
-      `check(state, number)`, to be called on every rank after each step; it raises a RuntimeError on all of them if a
-      leaf differs, which names the leaf and whose it is.
+      `check(state, number)`, to be called on every rank before the first step, whose number is 0, and after each step;
+      it raises a RuntimeError on all of them if a leaf differs, which names the leaf and whose it is.
     """
     own = group.placement.per_replica
     program = group.placement.program(lambda tree: add_replica_dim(_digests(tree)), (REPLICATED,), own)
@@ -50,9 +50,10 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
         # rank, or rank and replica where it has several
         who = [f"rank {k // len(mine)}" + f", replica {k % len(mine)}" * (len(mine) > 1) for k in range(len(replicas))]
         told = [_difference(name, who, column) for name, column in zip(names, replicas.T) if len(set(column)) > 1]
+        when = f"no longer equal after step {number}" if number else "not equal before the first step"
         raise RuntimeError(
-            f"replicas are no longer equal after step {number}: {shortened(told)}. A bit has flipped, or a rank has "
-            "changed its state alone; go on from a checkpoint that was made before."
+            f"replicas are {when}: {shortened(told)}. A bit has flipped, or a rank has changed its state "
+            "alone; go on from a checkpoint that was made before."
         )
 
     return check
@@ -68,7 +69,7 @@ def _difference(name: str, who: list[str], digests: np.ndarray) -> str:
 
 
 def _digests(tree: Any) -> UInt32[Array, " leaves"]:
-    return jnp.stack([_digest(x) for x in jax.tree.leaves(tree)])
+    return jnp.array([_digest(x) for x in jax.tree.leaves(tree)], jnp.uint32)
 
 
 def _digest(x: Array) -> UInt32[Array, ""]:

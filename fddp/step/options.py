@@ -61,8 +61,8 @@ class Options:
         neither sent nor trained.
       skip_nonfinite (False): whether a step whose mean gradients are not all finite changes nothing but the number of
         the step (and the scale of `fddp.dynamic_scale`), on all ranks; the rank that made them so says whose gradient.
-      check_replicas_every (0): after so many steps ranks compare a digest of each parameter and of the optimizer's
-        state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
+      check_replicas_every (0): before the first step and after so many ranks compare a digest of each parameter and of
+        the optimizer's state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
       schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'eager': the same, and a step
         returns before its last sums are back (with shard='state': before its parameters are gathered): they come under
         the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager': `fddp.tune` measures whether

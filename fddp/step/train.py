@@ -95,11 +95,12 @@ class TrainStep:
         """
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
         self._settled = settled = compare(self._settled, given, batch)
+        if not self.steps:  # what is due only now and then is tried before the first step
+            self._check(state, 0)
         (state, info), hook_state = synchronize(settled, state, given, batch)
         self.steps, self.sent = self.steps + 1, info.sent
-        self.skips.note(
-            self.group, settled.plan, lambda: settled.replica.chosen(whole_forms(state.params)), self.steps, info
-        )
+        chosen = lambda: settled.replica.chosen(whole_forms(state.params))  # noqa: E731
+        self.skips.note(self.group, settled.plan, chosen, self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)

@@ -311,12 +311,12 @@ def test_what_cannot_be_meant_is_refused(group: Any, tmp_path: Path, arguments: 
 
 def test_a_place_that_json_cannot_hold_is_refused(group: Callable[[int], fddp.Group], tmp_path: Path):
     step, state = make(group(1))
-    with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints, pytest.raises(TypeError, match="not JSON"):
-        checkpoints.save(state, {1, 2}, now=True)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(TypeError, match="not JSON"):
+        checkpoints.save(state, {1, 2})  # which is not due
 
 
 def test_two_leaves_of_one_name_are_not_saved_as_one(group: Callable[[int], fddp.Group], tmp_path: Path):
     step = fddp.train_step(lambda p, x: jnp.mean(x) * p["a/b"] * p["a"]["b"], optax.sgd(0.1), group=group(1))
     state = step.init({"a/b": np.ones(()), "a": {"b": np.ones(())}})
     with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(ValueError, match="are called 'params/a/b'"):
-        checkpoints.save(state, now=True)
+        checkpoints.save(state)  # which is not due

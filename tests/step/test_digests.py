@@ -78,6 +78,25 @@ def test_the_state_of_the_optimizer_is_compared_too(group: Callable[[int], fddp.
         step(state, X)
 
 
+def test_replicas_that_are_not_equal_at_first_are_named_before_the_first_step(group: Callable[[int], fddp.Group]):
+    step, state = make(group(4))
+    state = state._replace(params=state.params | {"b": with_one_bit(state.params["b"], 3)})
+    with pytest.raises(RuntimeError, match="not equal before the first step: params/b of rank 0, replica 3 differs"):
+        step(state, X)
+    assert not state.params["b"].is_deleted()
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.lars(0.1)])
+def test_a_state_that_lies_in_shards_alone_has_nothing_to_compare(group: Callable[[int], fddp.Group], optimizer: Any):
+    loss_fn = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
+    options: Any = {"shard": "state", "check_replicas_every": 2}
+    step = fddp.train_step(loss_fn, optimizer, group=group(2), **options)
+    state = step.init({"w": np.ones((3, 4), np.float32)})
+    for _ in range(4):
+        state, _ = step(state, X)
+    assert np.isfinite(np.asarray(fddp.whole(state.params, group=group(2))["w"])).all()
+
+
 @pytest.mark.parametrize("every", [-1, 1.5, True])
 def test_what_is_no_number_of_steps_is_refused(every: Any):
     with pytest.raises(ValueError, match="check_replicas_every must be a whole number"):
