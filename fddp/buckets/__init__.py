@@ -17,8 +17,10 @@ from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
+from fddp.buckets.plan import at_least as at_least
 from fddp.buckets.plan import part_size as part_size
 from fddp.buckets.plan import place_scalars as place_scalars
+from fddp.buckets.plan import widened as widened
 from fddp.buckets.rows import add_rows as add_rows
 from fddp.buckets.rows import flags as flags
 from fddp.buckets.rows import plan_in_rows as plan_in_rows

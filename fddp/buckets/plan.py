@@ -187,6 +187,26 @@ def place_scalars(
     return replace(plan, messages=(*alone, *buckets) if early else (*buckets, *alone))
 
 
+def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
+    """Makes the plan of the same buckets whose floats are summed in a wider dtype.
+
+    Args:
+      plan: the buckets.
+      least: a float dtype; what is summed in place of each leaf holds all that it holds, and all that the leaf does.
+
+    Returns:
+      The plan; integers stay as they are.
+    """
+    leaves = tuple(replace(leaf, dtype=at_least(leaf.dtype, least)) for leaf in plan.leaves)
+    buckets = tuple(replace(bucket, dtype=at_least(bucket.dtype, least)) for bucket in plan.buckets)
+    return replace(plan, leaves=leaves, buckets=buckets)
+
+
+def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
+    """A dtype that holds all that another one does, and a least one too; an integer's is its own."""
+    return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
+
+
 def part_size(size: int, parts: int) -> int:
     """Elements of each of so many equal parts, the last ones filled up."""
     return -(-size // parts)

@@ -16,5 +16,6 @@ from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided
 from fddp.optim.parts import kinds_of_state as kinds_of_state
 from fddp.optim.recorded import recorded as recorded
+from fddp.optim.skipped import skipped as skipped
 from fddp.optim.updates import check_needs as check_needs
 from fddp.optim.updates import update as update

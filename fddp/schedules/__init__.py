@@ -22,6 +22,7 @@ from fddp.schedules.pieces import Schedule as Schedule
 from fddp.schedules.programs import compiled as compiled
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
+from fddp.schedules.rehearsal import rehearse as rehearse
 from fddp.schedules.tasks import Communicate as Communicate
 from fddp.schedules.tasks import Compute as Compute
 from fddp.schedules.tasks import TaskList as TaskList

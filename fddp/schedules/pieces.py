@@ -66,6 +66,8 @@ class Runner(NamedTuple):
     """(state, pending, shards, rows), or their forms → what is launched, in order; nothing runs."""
     promises: bool = False
     """Whether of the state a `Promise` may be given and come back in place of an array."""
+    rehearse: Callable[..., None] = lambda *arguments: None
+    """(state, pending, shards, rows), as forms of one replica: tries the steps that are due only later."""
 
 
 # (group, pieces, donate) -> runner; donate: whether the step may reuse the state's memory

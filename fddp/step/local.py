@@ -22,6 +22,7 @@ from fddp.buckets import (
     BucketPlan,
     Messages,
     add_tail,
+    at_least,
     copy_of,
     is_shard,
     join,
@@ -30,18 +31,21 @@ from fddp.buckets import (
     take_apart,
     take_tail,
     unpack,
+    widened,
 )
 from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
-from fddp.optim import LocalState, LocalSteps, scale_of, update
-from fddp.schedules import Pieces, Promise, Round, Runner, Schedule
+from fddp.optim import LocalState, LocalSteps, scale_of, skipped, update
+from fddp.schedules import Pieces, Promise, Round, Runner, Schedule, rehearse
 from fddp.step.buffers import average
 from fddp.step.replica import Replica, by_bucket, with_trained
 from fddp.step.state import Mean, StepInfo, TrainState
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 GIVEN = ("state", "pending", "shards", "rows")
+# Weights of many steps, times changes of many steps, outgrow float16, and no dtype with the range of this one.
+RANGE = jnp.bfloat16
 # A state as one replica sees it, what the step tells, and how much it has trained on.
 Trained = tuple[TrainState, Any, Array]
 
@@ -89,12 +93,17 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
         runner, _ = due(state)
         return runner.lower(state, pending, shards, (), rows)  # type: ignore
 
+    def rehearse_fragments(*arguments: Any) -> None:
+        for fragment in range(local.steps.fragments):
+            rehearse(group, local.sends(fragment), *arguments)
+
     return Runner(
         run,
         None if first.lower is None else lower,
         None if first.timeline is None else lambda: last[2].timeline(),
         lambda state, *rest: due(state)[0].tasks(state, *rest),
         first.promises,
+        rehearse_fragments,
     )
 
 
@@ -119,7 +128,7 @@ class Local:
     update: Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
     """The inner optimizer's."""
     scalars: Any
-    """A dtype that holds weights and buffers."""
+    """A dtype that holds loss, metrics, weights and buffers."""
 
     def __post_init__(self) -> None:
         for fragment in range(self.steps.fragments):
@@ -194,7 +203,8 @@ class Local:
             params, opt_state, model_state = jax.tree.map(partial(jnp.where, active), *held)
             new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
         trained_on = sums[1][1].weight / scale_of(view.opt_state)
-        trained_on = trained_on if info.skipped is None else jnp.where(info.skipped, 0, trained_on)
+        for passed_over in (info.skipped, skipped(new.opt_state, mean.grads)):
+            trained_on = trained_on if passed_over is None else jnp.where(passed_over, 0, trained_on)
         return new, info, weight + trained_on.astype(weight.dtype)
 
     def _unpacked(self, sums: Any) -> tuple[list[Any], Any]:
@@ -206,7 +216,7 @@ class Local:
         view, _, weights = trained
         weight, travels = weights[fragment], self._travels(plan)
         changes = jax.tree.map(
-            lambda goes, old, new: (weight * (old - new)).astype(old.dtype) if goes else None,
+            lambda goes, old, new: (weight * (old - new)).astype(at_least(old.dtype, RANGE)) if goes else None,
             travels,
             local.shared,
             self.replica.trained(view.params),
@@ -266,7 +276,7 @@ class Local:
             begins.append(min(max(nearest, begins[-1] + 1), count - self.steps.fragments + k))
         numbers = list(range(begins[fragment], [*begins, count][fragment + 1]))
         hook = self.replica.options.hook
-        plan = replace(self.plan, buckets=tuple(self.plan.buckets[k] for k in numbers))
+        plan = widened(replace(self.plan, buckets=tuple(self.plan.buckets[k] for k in numbers)), RANGE)
         plan = place_scalars(plan, self.scalars, exact=hook is None)
         names = [f"bucket {k}" for k in numbers]
         sums = [

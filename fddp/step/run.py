@@ -44,6 +44,7 @@ def ready(
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, batch, call)
+        settled.runner.rehearse(*_of_one_replica(settled, state, batch))
     settled = admit(settled, tree, state, batch)
     return settled, _given(settled, given, leaves)
 
@@ -126,12 +127,15 @@ def lower(settled: Settled, given: Given, batch: Any) -> jax.stages.Lowered:
 
 def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
     """What a step with arguments of this form launches."""
+    return settled.runner.tasks(*_of_one_replica(settled, state, batch))
+
+
+def _of_one_replica(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
+    """The arguments of a schedule as one replica has them: the state itself, and the forms of all else."""
     group = settled.replica.group
-    replicated = state._replace(accumulated=None, hook_state=())
-    replicated, shards = take_apart(replicated)
+    replicated, shards = take_apart(state._replace(accumulated=None, hook_state=()))
     pending, shards = of_one_replica((state.accumulated, shards), group.placement.replicas_in_array)
-    rows = of_one_replica(batch, group.size // group.processes)
-    return settled.runner.tasks(replicated, pending, shards, rows)
+    return replicated, pending, shards, of_one_replica(batch, group.size // group.processes)
 
 
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, unpack_parts
 from fddp.comm import specs
@@ -50,7 +51,8 @@ def runner_of(
     else:
         pieces = _whole_pieces(replica, plan, state, uses, use)
     if replica.local_steps:
-        scalars = scalar_dtype(jax.tree.leaves((told, state.model_state)))
+        weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        scalars = scalar_dtype(jax.tree.leaves((told, state.model_state, weight)))
         local = Local(replica.local_steps, replica, plan, use, scalars)
         schedule = partial(local_runner, schedule, local)
     return schedule(group, pieces, options.donate)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, add_tail, pack, scalar_dtype, take_tail, unpack
+from fddp.buckets import BucketPlan, Messages, add_tail, at_least, pack, scalar_dtype, take_tail, unpack, widened
 from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.schedules import (
     Runner,
@@ -75,7 +75,8 @@ def virtual_step(
     block = block_of(virtual, each)
     # Those that travel, in one order whatever the buckets are.
     leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
-    wide = _wide(plan)
+    # XLA may add in more than 16 bits within a program, or not.
+    wide = widened(plan, np.float32)
 
     def made_of(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
         made: Any
@@ -125,23 +126,12 @@ def virtual_step(
     )
 
 
-def _wide(plan: BucketPlan) -> BucketPlan:
-    """The plan of leaves that are added in 32 bits at least: XLA may add in more than 16 within a program, or not."""
-    leaves = tuple(replace(leaf, dtype=_at_least(leaf.dtype, np.float32)) for leaf in plan.leaves)
-    buckets = tuple(replace(bucket, dtype=_at_least(bucket.dtype, np.float32)) for bucket in plan.buckets)
-    return replace(plan, leaves=leaves, buckets=buckets)
-
-
 def _widened(made: Made) -> Made:
     """Gradients as that plan has them; all numbers that are told in one dtype, in which they travel."""
     grads, tail = made
     least = scalar_dtype(jax.tree.leaves(tail))
-    tail = jax.tree.map(lambda x: x.astype(_at_least(x.dtype, least)), tail)
-    return [x.astype(_at_least(x.dtype, np.float32)) for x in grads], tail
-
-
-def _at_least(dtype: Any, least: Any) -> np.dtype:
-    return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
+    tail = jax.tree.map(lambda x: x.astype(at_least(x.dtype, least)), tail)
+    return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
 
 
 def check_order(replica: Replica) -> None:

@@ -1,0 +1,45 @@
+"""A step tried on the forms of its arguments: what cannot be fails before the step is due."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from fddp.comm import Group, trace
+from fddp.hooks import Reduction, summed
+from fddp.schedules.lists import ARGUMENTS
+from fddp.schedules.pieces import Pieces
+from fddp.schedules.tasks import SHARDS
+
+
+def rehearse(group: Group, pieces: Pieces, *arguments: Any) -> None:
+    """Traces a step that is due later, the sums of its messages too; nothing is compiled, sent or run.
+
+    Args:
+      group: the replicas.
+      pieces: the step.
+      *arguments: state, pending, shards and rows: the forms of what one replica has.
+
+    Raises:
+      Exception: what the step itself would raise when it is first due.
+    """
+    given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
+    came: tuple[Any, Any] = (None, None)
+    for one in pieces.rounds:
+        _, (messages, kept) = trace(group.placement, one.run, *(given[word] for word in one.reads), *came)
+        came = replace(messages, arrays=_sums(group, one.reductions, messages.arrays)), kept
+    nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
+    trace(group.placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
+
+
+def _sums(group: Group, reductions: Sequence[Reduction], messages: Sequence[Any]) -> tuple[Any, ...]:
+    """The forms of what comes back of messages."""
+    back = list[Any]()
+    for one, message in zip(reductions, messages):
+        said = None if one.asks is None else back[one.asks.message]
+        _, (total, _, _) = trace(group.placement, partial(summed, group.communicator, one), said, message, ())
+        back.append(total)
+    return tuple(back)
