@@ -111,8 +111,7 @@ class TrainStep:
 
         Args:
           params: as for `init`; `jax.ShapeDtypeStruct`s will do.
-          model_state: likewise.
-          rng: likewise.
+          model_state, rng: likewise.
 
         Returns:
           A state of `jax.ShapeDtypeStruct`s.
