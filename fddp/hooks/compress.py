@@ -52,7 +52,8 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
       error_feedback: whether what was not sent is added to the next step's gradients.
 
     Returns:
-      The hook. Every replica gets everybody's numbers: 8 (p − 1) bytes for each, so ratio × p should be small.
+      The hook. Every replica gets everybody's numbers, as they are: 8 (p − 1) bytes for each, 12 (p − 1) in float64, so
+      ratio × p should be small.
 
     Raises:
       ValueError: ratio is out of its range.
@@ -63,11 +64,13 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
         # What is not finite is sent before all else, NaN too, or the others would not hear of it.
         _, where = jax.lax.top_k(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), math.ceil(ratio * x.size))
-        values = jax.lax.bitcast_convert_type(x[where].astype(jnp.float32), jnp.int32)
-        places, values = jnp.split(comm.all_gather(jnp.concatenate([where.astype(jnp.int32), values])), 2, axis=1)
-        values = jax.lax.bitcast_convert_type(values, jnp.float32).astype(x.dtype)
-        own = jnp.zeros_like(x).at[where].set(x[where].astype(jnp.float32).astype(x.dtype))
-        return jnp.zeros_like(x).at[places.reshape(-1)].add(values.reshape(-1)), own
+        largest = x[where].astype(jnp.promote_types(x.dtype, jnp.float32))
+        words = jax.lax.bitcast_convert_type(largest, jnp.int32)  # two of them for a number of 64 bits
+        gathered = comm.all_gather(jnp.concatenate([where.astype(jnp.int32), words.reshape(-1)]))
+        places, everybodys = jnp.split(gathered, [where.size], axis=1)
+        values = jax.lax.bitcast_convert_type(everybodys.reshape(-1, *words.shape[1:]), largest.dtype)
+        total = jnp.zeros_like(x).at[places.reshape(-1)].add(values.astype(x.dtype))
+        return total, jnp.zeros_like(x).at[where].set(x[where])
 
     return _compressed(reduce, error_feedback, f"topk({ratio}, error_feedback={error_feedback})")
 

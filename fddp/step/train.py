@@ -63,11 +63,8 @@ class TrainStep:
           ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
         """
         group, replica = self.group, self._replica
-        verify(
-            group,
-            "parameters, options or versions",
-            lambda: described_start(replica, self._optimizer, params, model_state, rng),
-        )
+        describe = partial(described_start, replica, self._optimizer, params, model_state, rng)
+        verify(group, "parameters, options or versions", describe)
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         state = first_state(replica, self._optimizer, params, model_state, rng)
         held = held_form(group.placement, state)
@@ -111,7 +108,8 @@ class TrainStep:
 
         Args:
           params: as for `init`; `jax.ShapeDtypeStruct`s will do.
-          model_state, rng: likewise.
+          model_state: likewise.
+          rng: likewise.
 
         Returns:
           A state of `jax.ShapeDtypeStruct`s.

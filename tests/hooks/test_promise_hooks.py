@@ -209,6 +209,11 @@ def test_topk_of_everything_is_the_plain_sum(group):
     np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6)
 
 
+def test_topk_of_float64_loses_no_digit(group, x64):
+    rows = np.random.default_rng(1).normal(size=(REPLICAS, 7))
+    np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-14, atol=1e-15)
+
+
 @pytest.mark.parametrize("hook", [hooks.topk(0.1), hooks.quantize(block=16), hooks.powersgd(1, start_step=0)], ids=str)
 def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
     steps = [normal(REPLICAS, 12, 10) for _ in range(6)]
