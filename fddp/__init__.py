@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.search import Tuning as Tuning
     from fddp.analysis.tuning.search import tune as tune
-    from fddp.losses.batch_norm import BatchNorm as BatchNorm
-    from fddp.losses.flax import Linen as Linen
-    from fddp.losses.flax import Nnx as Nnx
-    from fddp.losses.flax import from_linen as from_linen
-    from fddp.losses.flax import from_nnx as from_nnx
+    from fddp.modules.batch_norm import BatchNorm as BatchNorm
+    from fddp.modules.flax import Linen as Linen
+    from fddp.modules.flax import Nnx as Nnx
+    from fddp.modules.flax import from_linen as from_linen
+    from fddp.modules.flax import from_nnx as from_nnx
     from fddp.step.checkpoints import Checkpoints as Checkpoints
 
 # Loaded when they are used: observers, and what needs Flax or Orbax.
@@ -74,9 +74,9 @@ _LATER = {
     **dict.fromkeys(("Stats", "stats"), "fddp.analysis.statistics"),
     "Link": "fddp.analysis.tuning.link",
     **dict.fromkeys(("Tuning", "tune"), "fddp.analysis.tuning.search"),
-    "BatchNorm": "fddp.losses.batch_norm",
+    "BatchNorm": "fddp.modules.batch_norm",
     "Checkpoints": "fddp.step.checkpoints",
-    **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.losses.flax"),
+    **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.modules.flax"),
 }
 
 

@@ -37,13 +37,18 @@ class Shard:
     """Of the whole array."""
     copies: bool = False
     """Whether each part is a whole array, which the replicas need not have in common."""
+    ranks: tuple[int, ...] | None = None
+    """The processes that hold the parts, by their number in the whole job; None: the mesh that they lie on tells."""
 
     def __repr__(self) -> str:
-        kind, dtype = "Copies" if self.copies else "Shard", self.parts.dtype if self.parts is not None else "shape "
-        return f"{kind} of {dtype}{list(self.shape)}"
+        kind = "Copies" if self.copies else "Shard"
+        if hasattr(self.parts, "dtype"):
+            return f"{kind} of {self.parts.dtype}{list(self.shape)}"
+        held = "" if self.parts is None else f", {self.parts!r} in place of its parts"  # a function was mapped over it
+        return f"{kind} of shape {list(self.shape)}{held}"
 
 
-jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape", "copies"])
+jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks"])
 
 
 def is_shard(x: Any) -> bool:
@@ -57,14 +62,14 @@ def whole_forms(tree: Any) -> Any:
     )
 
 
-def copy_of(x: Shaped[Array, " *dims"]) -> Shard:
-    """An array that each replica has for itself, of which this is its own; inside a program."""
-    return Shard(x.reshape(-1), x.shape, copies=True)
+def copy_of(ranks: tuple[int, ...] | None, x: Shaped[Array, " *dims"]) -> Shard:
+    """An array that each replica on these ranks has for itself, of which this is its own; inside a program."""
+    return Shard(x.reshape(-1), x.shape, copies=True, ranks=ranks)
 
 
 def stacked(shard: Shard, replicas: int) -> Shard:
     """Copies as one array of all of them, along a first dim, of which each replica holds its part."""
-    return Shard(shard.parts, (replicas, *shard.shape)) if shard.copies else shard
+    return replace(shard, shape=(replicas, *shard.shape), copies=False) if shard.copies else shard
 
 
 def as_rows(x: Shaped[Array, " *dims"], replicas: int) -> Shaped[Array, "replicas n"]:

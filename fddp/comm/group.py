@@ -77,6 +77,11 @@ class Group:
         return self.placement.axis_name
 
     @property
+    def shard_ranks(self) -> tuple[int, ...] | None:
+        """What a shard says of the processes that hold it; None on a mesh, of which its arrays know."""
+        return None if self.placement.axis_name else self.global_ranks
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0

@@ -1,7 +1,6 @@
 """The loss in one form, and what a micro-batch contributes to a step.
 
-A step is Σ w·g / Σ w over everything that it sums. Losses in 16 bits and losses of Flax modules are made here. Flax is
-loaded only with `losses.flax` and `losses.batch_norm`. This room imports jaxpr.
+A step is Σ w·g / Σ w over everything that it sums. Losses in 16 bits are made here. This room imports jaxpr.
 """
 
 from fddp.losses.objective import Joined as Joined

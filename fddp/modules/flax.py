@@ -2,7 +2,7 @@
 
 In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone; what
 comes back takes parameters, buffers and random keys as arguments, which is the form `train_step` wants. The way back
-is `module(state)`: a model again, in memory that no later step reuses.
+is `module(state)`: a model again, in memory that no later step reuses; of a state in shards every rank calls it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fddp.jaxpr import refuse_deleted
-from fddp.losses.objective import Weighted
+from fddp.losses import Weighted
+from fddp.step import whole
 
 LossOf = Callable[[Any, Any], Any]
 
@@ -28,7 +29,7 @@ class Linen(NamedTuple):
     """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without buffers."""
     module: Callable[[Any], flax.linen.Module]
     """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it, or read its
-    `.variables`."""
+    `.variables`. Of a state in shards every rank calls it."""
 
 
 class Nnx(NamedTuple):
@@ -42,7 +43,7 @@ class Nnx(NamedTuple):
     """None for modules without buffers."""
     module: Callable[[Any], nnx.Module]
     """`module(state)`: a module of its own with a copy of the state's parameters and buffers, and random streams as
-    `from_nnx` found them; to evaluate, or to save."""
+    `from_nnx` found them; to evaluate, or to save. Of a state in shards every rank calls it."""
 
 
 def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] = ("dropout",)) -> Linen:
@@ -134,9 +135,12 @@ def _with_state(value: Any, model_state: Any) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """Equal values in memory of their own: on one device where this process has the whole of each, else as they lie."""
+    """Equal values in memory of their own: on one device where this process has the whole of each, else as they lie.
+
+    What replicas hold in shards is put together, and of copies of their own it is the mean (`fddp.whole`).
+    """
     refuse_deleted(tree)
-    tree = jax.tree.map(jnp.asarray, tree)
+    tree = jax.tree.map(jnp.asarray, whole(tree))
     if all(x.is_fully_replicated for x in jax.tree.leaves(tree)):
         tree = jax.tree.map(lambda x: x.addressable_data(0), tree)
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(tree)
@@ -152,10 +156,16 @@ def _filled(state: Any, values: Any) -> Any:
 
 
 def _reseeded(streams: Any, rng: Any) -> Any:
-    """Random streams that begin at a step's key: keys folded with their number, counts at zero."""
+    """Random streams that begin at a step's key: keys folded with their number, counts at zero.
+
+    A stream that was split, for each of the layers under `nnx.scan` say, is as many keys.
+    """
     leaves, treedef = jax.tree.flatten(streams)
-    fresh = [
-        jax.random.fold_in(rng, k) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.numpy.zeros_like(x)
-        for k, x in enumerate(leaves)
-    ]
-    return treedef.unflatten(fresh)
+
+    def fresh(k: int, x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.zeros_like(x)
+        key = jax.random.fold_in(rng, k)
+        return jax.random.split(key, x.shape) if x.shape else key
+
+    return treedef.unflatten([fresh(k, x) for k, x in enumerate(leaves)])

@@ -7,6 +7,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020), whose optimizers are on the user's h
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.buckets import Shard, is_shard, there, whole_forms
+from fddp.buckets import is_shard, there, whole_forms
 from fddp.comm import Communicator
 from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
 from fddp.optim import kinds_of_state
@@ -60,7 +61,7 @@ def run_on_parts(
 
     def shard(old: Any, new: Any) -> Any:
         # What an optimizer has set anew is a number of any size.
-        return Shard(spread(new, old.parts.shape), old.shape) if is_shard(old) else new
+        return replace(old, parts=spread(new, old.parts.shape)) if is_shard(old) else new
 
     held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
     return new._replace(params=held[0], opt_state=held[1]), info

@@ -4,6 +4,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020).
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -33,7 +34,7 @@ def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) 
     """
     group = replica.group
     part = lambda x: own_part(x, group.size, group.communicator.replica_index())  # noqa: E731
-    return _held(replica, trained, opt_state, model_state, part, copy_of)
+    return _held(replica, trained, opt_state, model_state, part, partial(copy_of, group.shard_ranks))
 
 
 def forms_in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> tuple[Any, Any, Any]:
@@ -44,7 +45,7 @@ def forms_in_shards(replica: Replica, trained: Any, opt_state: Any, model_state:
         return jax.ShapeDtypeStruct((size * held,), jnp.result_type(x))
 
     def copy(x: Any) -> Shard:
-        return Shard(form(x.size, x), x.shape, copies=True)
+        return Shard(form(x.size, x), x.shape, copies=True, ranks=group.shard_ranks)
 
     part = lambda x: form(part_size(x.size, group.size), x)  # noqa: E731
     return _held(replica, trained, opt_state, model_state, part, copy)
@@ -180,7 +181,7 @@ def _held(
     copy: Callable[[Any], Shard],
 ) -> tuple[Any, Any, Any]:
     def cut(x: Any) -> Shard:
-        return Shard(part(x), jnp.shape(x))
+        return Shard(part(x), jnp.shape(x), ranks=replica.group.shard_ranks)
 
     if replica.local_steps:
         inner, weight = jax.tree.map(copy, (opt_state.inner, opt_state.weight))

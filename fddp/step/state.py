@@ -49,6 +49,14 @@ class TrainState(NamedTuple):
         part = tuple.__getitem__(self, at)
         return tuple(map(_there, part)) if isinstance(at, slice) else _there(part)
 
+    def __add__(self, other: Any) -> Any:
+        return tuple(self) + other
+
+    def __mul__(self, times: Any) -> Any:
+        return tuple(self) * times
+
+    __rmul__ = __mul__
+
     def __repr__(self) -> str:
         return f"TrainState({', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
 

@@ -27,13 +27,14 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
 
     Args:
       tree: a state, or anything else with a `Shard` in it.
-      group: the replicas; None: those of `fddp.init()`.
+      group: the replicas that hold it; None: as the shards know. A group is needed for parts that are NumPy's arrays.
 
     Returns:
       The tree with whole arrays, equal on all replicas, and nothing else changed.
 
     Raises:
       TypeError: under MPI, inside `jax.jit`.
+      ValueError: other replicas than those of the group hold it.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -42,11 +43,9 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
       >>> state.opt_state[0].mu, fddp.whole(state).opt_state[0].mu.shape
       (Shard of float32[3], (3,))
     """
-    if not any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)):
-        return tree
-    own = group_of("whole", group)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    whole = iter(_whole(own, [x for x in leaves if is_shard(x)]))
+    shards = [x for x in leaves if is_shard(x)]
+    whole = iter(_whole(shards, None if group is None else group_of("whole", group)) if shards else ())
     return treedef.unflatten([next(whole) if is_shard(x) else x for x in leaves])
 
 
@@ -68,21 +67,48 @@ def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
     return replace(like, parts=jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__))
 
 
-def _whole(group: Group, shards: Sequence[Shard]) -> Sequence[Any]:
-    parts, forms = [x.parts for x in shards], tuple((x.shape, x.copies) for x in shards)
+def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
+    parts = [x.parts for x in shards]
+    forms = tuple((x.shape, x.copies) for x in shards)
+    ranks = shards[0].ranks
     if isinstance(parts[0], jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(x.shape, x.parts.dtype) for x in shards]
-    traced = isinstance(parts[0], Tracer)
-    if traced and group.axis_name is None:
-        raise TypeError("backend 'mpi' has no mesh, over which XLA could gather: call fddp.whole outside of jax.jit.")
-    if traced:
+    if isinstance(parts[0], Tracer):
+        if ranks is not None:
+            raise TypeError(
+                "backend 'mpi' has no mesh over which XLA could gather: call fddp.whole outside of jax.jit."
+            )
         return _joined(parts, forms)
-    parts = group.placement.place(parts, group.placement.per_replica)
-    if group.axis_name is None:
+    if ranks is not None:
+        group = _of_ranks(ranks) if group is None else group
+        _check(ranks == group.shard_ranks, f"ranks {list(ranks)} of the job hold", group)
         rows = [jnp.asarray(group.all_gather(np.asarray(x))) for x in parts]
         return group.placement.place(_joined(rows, forms), REPLICATED)
+    known = [x.sharding for x in parts if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)]
+    if group is not None or len(known) < len(parts):
+        group = group_of("whole", group)
+        own = group.placement.place(np.zeros(()), REPLICATED).sharding.device_set
+        held = next((x.device_set for x in known), own)
+        _check(held == own, f"{len(held)} devices hold", group)
+        parts = group.placement.place(parts, group.placement.per_replica)
     # In one program: several at once, on devices that share cores, would wait for each other.
     return jax.block_until_ready(_gathering(parts[0].sharding.mesh)(parts, forms))
+
+
+def _check(fits: bool, who: str, group: Group) -> None:
+    """Refuses a group that does not hold what is to be put together."""
+    if not fits:
+        raise ValueError(
+            f"fddp.whole: {who} the parts, and the group is another, of {group.size} replicas: leave group= out, for "
+            "shards know who holds them."
+        )
+
+
+@cache
+def _of_ranks(ranks: tuple[int, ...]) -> Group:
+    """The group of some of the job's processes; made once, as a group keeps communicators."""
+    world = group_of("whole", None)
+    return world if world.global_ranks == ranks else world.subgroup(ranks)
 
 
 def _joined(parts: Sequence[jax.Array], forms: Sequence[tuple[tuple[int, ...], bool]]) -> list[jax.Array]:

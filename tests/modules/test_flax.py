@@ -127,6 +127,66 @@ def test_what_lies_in_parts_stays_in_parts(make):
     np.testing.assert_allclose(model(X), by_hand(on_host(state.params), on_host(buffers["norm"])), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [with_nnx, with_linen])
+def test_a_state_in_shards_becomes_a_module_as_a_whole_one_does(group, make):
+    net, step, state = make(group(4), shard="state")
+    state, _ = step(state, X)
+    _, plain, whole = make(group(4))
+    whole, _ = plain(whole, X)
+    got, want = net.module(state), net.module(whole)
+    if make is with_nnx:
+        got.eval()
+        want.eval()
+    np.testing.assert_allclose(got(X), want(X), rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_that_train_alone_become_a_module_of_their_mean(group):
+    net = fddp.from_linen(linen.Dense(1), lambda model, x: jnp.mean((model(x) - 1) ** 2))
+    params, _ = net.init(jax.random.key(0), X)
+    step = fddp.train_step(net.loss_fn, fddp.local_steps(optax.adam(0.1), every=5), group=group(2))
+    state, _ = step(step.init(params), X)
+    mean = on_host(fddp.whole(state.params))
+    np.testing.assert_allclose(net.module(state)(X), X @ mean["kernel"] + mean["bias"], rtol=1e-5)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.dropout(self.linear(x))
+
+
+class Scanned(nnx.Module):
+    """Layers under `nnx.scan`, each with a stream of random numbers."""
+
+    def __init__(self, layers: int, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.split_rngs(splits=layers)(nnx.vmap(Layer, axis_size=layers))(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.scan(lambda x, layer: (layer(x), None))(x, self.layers)[0]
+
+
+def test_each_scanned_layer_draws_from_a_stream_of_its_own(group):
+    net = fddp.from_nnx(Scanned(3, nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2))
+    drawn = nnx.merge(*nnx.split(Scanned(3, nnx.Rngs(0))))
+    key = jax.random.key(7)
+    streams = jax.tree.leaves(nnx.state(drawn, nnx.RngKey))
+    assert [x.shape for x in streams] == [(3,)]
+    # By hand: layer k drops with the k-th key that the step's key is split into.
+    graph, rngs, rest = nnx.split(drawn, nnx.RngState, ...)
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(rngs)]
+    keys = jax.random.split(jax.random.fold_in(key, is_key.index(True)), 3)
+    fresh = [keys if one else jnp.zeros_like(x) for one, x in zip(is_key, jax.tree.leaves(rngs))]
+    by_hand = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(rngs), fresh), rest)
+    want = jnp.mean(by_hand(jnp.asarray(X)) ** 2)
+    np.testing.assert_allclose(net.loss_fn(net.params, X, model_state=net.model_state, rng=key), want, rtol=1e-6)
+    step = fddp.train_step(net.loss_fn, optax.sgd(0.1), group=group(2))
+    state, info = step(step.init(net.params, model_state=net.model_state, rng=key), X)
+    assert np.isfinite(info.loss) and jax.tree.leaves(net.module(state)(X))
+
+
 def test_a_used_up_state_has_no_module(group):
     net, step, state = with_nnx(group(2))
     later, _ = step(state, X)

@@ -178,6 +178,8 @@ LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
     "a field": lambda state: state.params,
     "a number": lambda state: state[1],
     "unpacked": lambda state: [*state],
+    "added": lambda state: state + (),  # noqa: RUF005
+    "multiplied": lambda state: 1 * state * 1,
     "leaves": jax.tree.leaves,
     "paths": jax.tree_util.tree_leaves_with_path,
     "given to a program": jax.jit(lambda state: state.params["skipped"]),

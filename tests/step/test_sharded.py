@@ -467,3 +467,16 @@ def test_where_sharing_saves_something_nothing_is_said(
 
 def test_where_no_sharing_was_asked_for_nothing_is_said(group: Groups, capfd: Any):
     assert begun(group(1), None, optax.sgd(0.1), MATRIX, capfd) == ([], 0)
+
+
+def test_a_group_that_does_not_hold_the_shards_is_told_so(group: Groups):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard="state")
+    state = step.init(jax.tree.map(np.float32, PARAMS))
+    close(fddp.whole(state.params), fddp.whole(state.params, group=group(2)))
+    with pytest.raises(ValueError, match="2 devices hold the parts, and the group is another, of 3 replicas"):
+        fddp.whole(state, group=group(3))
+
+
+def test_a_function_may_be_mapped_over_a_state_in_shards(group: Groups):
+    state = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard="state").init(PARAMS)
+    assert "Shard of shape [" in repr(jax.tree.map(jnp.shape, state.params))
