@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
+# What docs/site.css leaves room for in a block of code, and in one of two beside each other.
+COLUMNS = 101
+COLUMNS_BESIDE = 48
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
@@ -88,6 +91,14 @@ def test_every_link_leads_somewhere(page):
         to = page.parent / target if target else page
         assert to.is_file(), target
         assert not anchor or anchor in anchors(to), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_block_of_a_page_scrolls_sideways(page):
+    """Where a window has 1,280 pixels; blocks with a title stand side by side."""
+    blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    room = [(COLUMNS_BESIDE if "title=" in kind else COLUMNS, text.splitlines()) for kind, text in blocks]
+    assert [line for columns, lines in room for line in lines if len(line) > columns] == []
 
 
 @pytest.mark.slow
