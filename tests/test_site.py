@@ -2,8 +2,10 @@
 
 import ast
 import inspect
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +101,42 @@ def test_no_block_of_a_page_scrolls_sideways(page):
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     room = [(COLUMNS_BESIDE if "title=" in kind else COLUMNS, text.splitlines()) for kind, text in blocks]
     assert [line for columns, lines in room for line in lines if len(line) > columns] == []
+
+
+### The first page
+
+
+def test_the_first_picture_shows_the_measured_stages():
+    traffic = runpy.run_path(str(DOCS / "traffic.py"))
+    behind, under = traffic["steps"]()
+    assert traffic["PICTURE"].read_text() == traffic["drawing"](behind, under)
+    found = measured("tuning")["mlp, gloo"]
+    (cap,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
+    assert 1e3 * under.seconds == pytest.approx(cap["predicted_ms"])
+    page = (DOCS / "index.md").read_text()
+    for ms in (1e3 * behind.seconds, 1e3 * under.seconds, cap["measured_ms"]):
+        assert f" {ms:.0f} ms" in page
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [("MLP of 640 rows", "mlp640"), ("GPT", "gpt"), ("MLP of 1,024 rows", "mlp"), ("ResNet-18", "resnet18")],
+)
+def test_the_first_pages_table_says_what_was_measured(row, problem):
+    (line,) = re.findall(rf"^\| {row}, .*$", (DOCS / "index.md").read_text(), re.MULTILINE)
+    ms = {way: median for way, (_, median, _) in measured("eager")[problem]["step_ms"].items()}
+    fddp_ms = [ms["fddp staged (Gloo)"], ms["fddp eager (Gloo)"]]
+    ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
+    others_ms = [ms["jit, NamedSharding"], ms["alone, one program"], ms["PyTorch, alone"]]
+    said = re.findall(r"\d+", " ".join(line.split("|")[2:]))
+    assert [int(number) for number in said] == [round(one) for one in (*fddp_ms, ddp_ms, *others_ms)]
+
+
+def measured(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["results"]
+
+
+### The site
 
 
 @pytest.mark.slow

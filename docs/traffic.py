@@ -1,0 +1,80 @@
+"""Draws the first page's picture, docs/traffic.svg: one step with its traffic behind and under the backward pass.
+
+    uv run python docs/traffic.py
+
+Both steps are on paper. The seconds of their stages, updates and messages are measured: bench/results/tuning.json has
+them, for an MLP with a bucket for each of its layers, on two hosts joined by 1 Gbit/s, over Gloo. `simulate` runs the
+tasks as `fddp.tune` does; the same file says how long the staged step took when it was run.
+"""
+
+import json
+from pathlib import Path
+
+from fddp.analysis.tuning.link import Link
+from fddp.schedules.timeline import Pace, Timeline, outline, simulate
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "traffic.svg"
+# Colours in the middle, so that they show on a white page and on a dark one.
+COLOURS = {"compute": "#4f86b5", "update": "#8a9099", "communication": "#d07a22"}
+WORDS = "#77808a"
+WIDTH = 640
+BAR = 30
+
+
+def main() -> None:
+    PICTURE.write_text(drawing(*steps()))
+    print(PICTURE)
+
+
+def steps() -> tuple[Timeline, Timeline]:
+    """The step with its traffic behind the backward pass, and the one with its traffic under it."""
+    found = json.loads((ROOT / "bench" / "results" / "tuning.json").read_text())["results"]["mlp, gloo"]
+    (cap,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
+    *updates, last = (update / 1e3 for update in cap["updates_ms"])
+    updates = [*updates, last + found["idle_ms"] / 1e3]
+    stages = [stage / 1e3 for stage in cap["stages_ms"]]
+    sends = [Link(**found["link"]).seconds(nbytes) for nbytes in cap["nbytes"]]
+    behind = simulate(*outline([sum(stages)], sends, [sum(updates)]))
+    under = simulate(*outline(stages, sends, updates), Pace(**found["pace"]))
+    return behind, under
+
+
+def drawing(behind: Timeline, under: Timeline) -> str:
+    """The picture as SVG, which a page scales down to the width of a phone."""
+    scale = (WIDTH - 2) / behind.seconds
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 232" width="{WIDTH}" height="232" '
+        'font-family="sans-serif" font-size="19">',
+        *_step(0, f"traffic behind the backward pass: {1e3 * behind.seconds:.0f} ms", behind, scale),
+        *_step(122, f"fddp, traffic under it: {1e3 * under.seconds:.0f} ms", under, scale),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _step(top: int, title: str, line: Timeline, scale: float) -> list[str]:
+    """A title, a row of what is computed, and below it a row of what is sent."""
+    parts = [f'<text x="1" y="{top + 18}" fill="{WORDS}" font-weight="bold">{title}</text>']
+    for span in line.spans:
+        x, width = 1 + scale * span.start, scale * span.seconds
+        y = top + 28 + (BAR + 4) * (span.kind == "communication")
+        parts.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1.5, 0.5):.1f}" height="{BAR}" rx="2" '
+            f'fill="{COLOURS[span.kind]}"/>'
+        )
+        if words := _words(span.name, width, len(line.compute)):
+            parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 21}" fill="white" text-anchor="middle">{words}</text>')
+    return parts
+
+
+def _words(name: str, width: float, stages: int) -> str:
+    """What stands upon a span, where there is room."""
+    kind, number = name.split()
+    if kind == "stage" and number == "0":  # the forward pass lies in it
+        return "forward, backward" if stages == 1 else "forward, 0"
+    return number if kind != "update" and width > 14 else ""
+
+
+if __name__ == "__main__":
+    main()
