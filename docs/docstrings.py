@@ -11,6 +11,23 @@ SHOWN = {
     r", and their defaults:$": "",
     r"`fddp\.(\w+)`": r"[`fddp.\1`][fddp.\1]",
 }
+# Members of public classes that only fddp's own rooms use.
+INTERNAL = {
+    "comm.communicator.Communicator": ("native16", "sent"),
+    "comm.group.Group": (
+        "clone",
+        "communicator",
+        "hosts",
+        "journal",
+        "lane",
+        "levels",
+        "make_subgroup",
+        "placement",
+        "recovery",
+        "transport",
+    ),
+    "step.train.TrainStep": ("held", "is_one_program", "on", "sent", "settled"),
+}
 
 
 class Shown(griffe.Extension):
@@ -24,8 +41,11 @@ class Shown(griffe.Extension):
                 obj.docstring.value = re.sub(pattern, shown, obj.docstring.value, flags=re.MULTILINE)
 
     def on_package(self, *, pkg: griffe.Module, **others: Any) -> None:
-        """Of a module and a function of one name, `fddp.step.whole` say, a room's name is the function."""
+        """Leaves out what is internal, and lets a room's name be a function that has its module's name."""
         del others
+        for path, names in INTERNAL.items():
+            for name in names:
+                del pkg[path].members[name]
         for room in [module for module in pkg.modules.values() if not module.is_alias]:
             for name, source in room.imports.items():
                 if source != f"{room.path}.{name}.{name}":

@@ -148,3 +148,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     steps = (tmp_path / "api" / "step" / "index.html").read_text()
     assert 'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps  # the function, not its module
+    assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.held"' not in steps  # internal
