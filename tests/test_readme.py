@@ -119,6 +119,16 @@ def test_a_script_of_the_pages_prints_the_same_before_and_after(change, tmp_path
     assert printed[0] == printed[1] and printed[0].strip()
 
 
+def test_the_lines_of_the_examples_stand_in_their_scripts():
+    sections = PAGES["examples.md"].split("\n## ")[2:]  # the first one is shown on another page
+    assert len(sections) == 7
+    for section in sections:
+        (script,) = set(re.findall(r"models/\w+\.py", section))
+        code = {line.strip() for line in (ROOT / script).read_text().splitlines()}
+        (shown,) = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
+        assert [line for line in shown.splitlines() if line.strip() not in code | {""}] == [], script
+
+
 def test_the_pages_tell_every_variable_that_fddp_reads():
     sources = "".join(path.read_text() for path in (ROOT / "fddp").rglob("*.py"))
     read = set(re.findall(r'"(FDDP_[A-Z_]+)"', sources))
