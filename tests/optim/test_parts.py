@@ -199,7 +199,7 @@ def answer(make: Callable[..., Any]) -> str:
         return "no step takes it"
     found = divided(optimizer, FORMS)
     leaves = ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items())
-    return f"no: {leaves}" if found.refused else f"yes, whole leaves at home: {leaves}" if leaves else "yes"
+    return f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
