@@ -98,7 +98,7 @@ def ask(backend: str, size: int, words: list[str]) -> str:
     return next(line for line in told.splitlines() if line.startswith("digest "))
 
 
-def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, schedule: str, cap: str) -> None:
+def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, schedule: Any, cap: str) -> None:
     """One rank's part."""
     group = fddp.init(backend)
     if group.size != int(size):

@@ -132,7 +132,7 @@ def _fresh(name: str, schedule: str) -> dict[str, float]:
     return json.loads(told.stdout.splitlines()[-1])
 
 
-def _run(name: str, schedule: str) -> tuple[Any, fddp.TrainStep]:
+def _run(name: str, schedule: Any) -> tuple[Any, fddp.TrainStep]:
     task = problem(name, seed=0)
     step = fddp.train_step(task.loss_fn, OPTIMIZER, has_aux=True, schedule=schedule, bucket_cap_mb=4)
     return _runner(step, step.init(task.params, model_state=task.model_state), task.batch), step

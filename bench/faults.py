@@ -240,7 +240,7 @@ def calm(backend: str, steps: int) -> int:
 ### One rank
 
 
-def train(folder: str, fault: str, rank: str, place: str, backend: str, schedule: str, step: str) -> None:
+def train(folder: str, fault: str, rank: str, place: str, backend: str, schedule: Any, step: str) -> None:
     """Trains until it breaks, or the others do."""
     from dataclasses import replace
 

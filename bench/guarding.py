@@ -75,7 +75,7 @@ def told(name: str, found: dict[str, Any]) -> str:
 ### One rank
 
 
-def measure(folder: str, backend: str, schedule: str, rounds: str) -> None:
+def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
     """Times blocks of steps in turn; rank 0 writes what it found."""
     import jax
     import optax

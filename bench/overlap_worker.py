@@ -99,7 +99,7 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
     }
 
 
-def _fddp(task: Problem, group: fddp.Group, schedule: str, cap_mb: float, **options: Any) -> tuple[Step, Any, Step]:
+def _fddp(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any) -> tuple[Step, Any, Step]:
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,

@@ -66,7 +66,7 @@ def soak(backend: str, steps: int) -> None:
     model = mlp.PRESETS["tiny"]
     batch = mlp.batch(model, 8, group.rank)
     params, _ = mlp.init(model, jax.random.key(0), batch)
-    caps = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002, "last_bucket_mb": 0.002}
+    caps: dict[str, Any] = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002, "last_bucket_mb": 0.002}
     step = fddp.train_step(mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps)
     state = step.init(params)
     rss, threads = [], []

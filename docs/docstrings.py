@@ -5,10 +5,9 @@ from typing import Any
 
 import griffe
 
-# Sections are named in the plural, and a page has the options themselves where help(fddp.train_step) lists them.
+# Sections are named in the plural.
 SHOWN = {
     r"^Example:$": "Examples:",
-    r", and their defaults:$": "",
     r"`fddp\.(\w+)`": r"[`fddp.\1`][fddp.\1]",
 }
 # Members of public classes that only fddp's own rooms use.

@@ -1,7 +1,7 @@
 """Gradients over replicas, for people who keep their own optimizer step: the drop-in for `jax.value_and_grad`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from fddp.comm import REPLICATED, Group
 from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
 from fddp.step.checks import refuse_transformations
-from fddp.step.options import explained, read_options
+from fddp.step.options import OptionArguments, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import compare, ready, synchronize
 from fddp.step.settle import Settled
@@ -23,7 +23,7 @@ def value_and_grad(
     *,
     group: Group | None = None,
     has_aux: bool = False,
-    **options: Any,
+    **options: Unpack[OptionArguments],
 ) -> Callable[..., Any]:
     """Makes `jax.value_and_grad` of a loss over all replicas' rows, for people who keep their own optimizer step.
 
@@ -31,7 +31,7 @@ def value_and_grad(
       loss_fn: as for `train_step`.
       group: the replicas; None: those of `fddp.init()`.
       has_aux: whether the loss returns metrics.
-      **options: fields of `fddp.Options`, named as DDP names them, and their defaults:
+      **options: fields of `fddp.Options`, named as DDP names them.
 
     Returns:
       `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all if `params`

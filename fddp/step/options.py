@@ -1,10 +1,10 @@
 """The options of `train_step` and `value_and_grad`, named as DDP names them, checked where they are given."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from textwrap import indent
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from fddp.buckets import Groups, group_keys
 from fddp.hooks import Hook
@@ -12,11 +12,19 @@ from fddp.schedules import Schedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-SCHEDULES = ("auto", "fused", "staged", "eager", "after")
-ORDERS = ("ready", "reverse")
+# Types of options, once for what a call is given and once for the record that is made of it.
+Order: TypeAlias = Literal["ready", "reverse"]
+ScheduleName: TypeAlias = Literal["auto", "fused", "staged", "eager", "after"]
+Buffers: TypeAlias = bool | Literal["mean"]
+Shared: TypeAlias = Literal["optimizer", "state"]
+Ignore: TypeAlias = Callable[[str], bool]
 
-# How the docstring of a function that takes options names them.
-OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them, and their defaults:"
+ORDERS = get_args(Order)
+SCHEDULES = get_args(ScheduleName)
+SHARED = get_args(Shared)
+
+# How the docstring of a function that takes options ends its line about them.
+OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them."
 
 # What `DistributedDataParallel` takes besides, and what to do instead.
 OF_DDP = {
@@ -33,6 +41,31 @@ OF_DDP = {
     "delay_all_reduce_named_params": "not in fddp",
     "param_to_hook_all_reduce": "not in fddp",
 }
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments, which editors and type checkers know by this.
+
+    Python cannot derive one from the other; a test holds them equal.
+    """
+
+    bucket_cap_mb: float
+    first_bucket_mb: float
+    last_bucket_mb: float
+    groups: Groups | None
+    order: Order
+    accumulation_steps: int
+    find_unused_parameters: bool
+    broadcast_buffers: Buffers
+    skip_all_reduce_unused_params: bool
+    hook: Hook | None
+    ignore: Ignore | None
+    skip_nonfinite: bool
+    check_replicas_every: int
+    schedule: ScheduleName | Schedule
+    shard: Shared | None
+    virtual_replicas: int | None
+    donate: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,17 +121,17 @@ class Options:
     first_bucket_mb: float = 1
     last_bucket_mb: float = 1
     groups: Groups | None = field(default=None, repr=False)
-    order: str = "ready"
+    order: Order = "ready"
     accumulation_steps: int = 1
     find_unused_parameters: bool = False
-    broadcast_buffers: bool | Literal["mean"] = True
+    broadcast_buffers: Buffers = True
     skip_all_reduce_unused_params: bool = False
     hook: Hook | None = None
-    ignore: Callable[[str], bool] | None = field(default=None, repr=False)
+    ignore: Ignore | None = field(default=None, repr=False)
     skip_nonfinite: bool = False
     check_replicas_every: int = 0
-    schedule: str | Schedule = "auto"
-    shard: Literal["optimizer", "state"] | None = None
+    schedule: ScheduleName | Schedule = "auto"
+    shard: Shared | None = None
     virtual_replicas: int | None = None
     donate: bool = True
 
@@ -126,7 +159,7 @@ class Options:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.broadcast_buffers not in (True, False, "mean"):
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
-        if self.shard not in (None, "optimizer", "state"):
+        if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
         for name in ("hook", "skip_all_reduce_unused_params"):
             if self.shard and getattr(self, name):
@@ -194,15 +227,16 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def explained(function: Function) -> Function:
-    """Puts the options into the docstring of a function that takes them, so that its `help` tells each of them."""
+    """Adds to the docstring of a function what `Options` says of each option, so that its `help` is complete."""
     options, text = inspect.getdoc(Options), inspect.getdoc(function)
     if options and text:  # python -OO takes them away
         attributes = options.partition("Attributes:\n")[2].partition("\n\n")[0]
-        function.__doc__ = text.replace(OPTIONS, f"{OPTIONS}\n{indent(attributes, '  ')}")
+        told = f"{OPTIONS.removesuffix('.')}, with their defaults:\n{indent(attributes, '  ')}"
+        function.__doc__ = text.replace(OPTIONS, told)
     return function
 
 
-def read_options(call: str, given: dict[str, Any]) -> Options:
+def read_options(call: str, given: Mapping[str, Any]) -> Options:
     """Makes options of a call's keyword arguments.
 
     Args:

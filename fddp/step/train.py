@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -21,7 +21,7 @@ from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
 from fddp.step.checks import check_no_sync
 from fddp.step.digests import comparing
-from fddp.step.options import Options, check_optimizer, explained, read_options
+from fddp.step.options import OptionArguments, Options, check_optimizer, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
@@ -259,7 +259,7 @@ def train_step(
     *,
     group: Group | None = None,
     has_aux: bool = False,
-    **options: Any,
+    **options: Unpack[OptionArguments],
 ) -> TrainStep:
     """Makes a step that trains on many replicas with the mathematics of one on the joined batch.
 
@@ -272,7 +272,7 @@ def train_step(
         `params.fast`.
       group: the replicas; None: those of `fddp.init()`.
       has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas.
-      **options: fields of `fddp.Options`, named as DDP names them, and their defaults:
+      **options: fields of `fddp.Options`, named as DDP names them.
 
     Returns:
       A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).

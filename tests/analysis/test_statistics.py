@@ -26,7 +26,7 @@ def loss_fn(p: Any, x: Any, model_state: Any) -> Any:
     return jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]) * p["s"], (model_state, None)
 
 
-def make(group: fddp.Group, shard: str | None, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+def make(group: fddp.Group, shard: Any, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
     step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, shard=shard, donate=False, **options)
     return step, step.init(PARAMS, model_state={"mean": np.ones(5, np.float32)})
 

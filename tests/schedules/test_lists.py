@@ -33,7 +33,7 @@ PARAMS = {
 ROWS = np.random.default_rng(9).normal(size=(8, 3)).astype(np.float32)
 
 
-def listed(group: fddp.Group, schedule: str, **options: Any) -> TaskList:
+def listed(group: fddp.Group, schedule: Any, **options: Any) -> TaskList:
     """The list of a step; only shapes are given."""
     step = fddp.train_step(net, optax.adam(0.1), group=group, schedule=schedule, bucket_cap_mb=0, **options)
     return step.tasks(step.shapes(PARAMS), jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype))

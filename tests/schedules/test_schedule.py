@@ -22,7 +22,7 @@ from models import bert, gpt, mlp, resnet
 
 pytestmark = pytest.mark.steps
 
-CAPS = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
+CAPS: dict[str, Any] = {"bucket_cap_mb": 0.02, "first_bucket_mb": 0.005, "last_bucket_mb": 0.005}
 
 
 def problem(module, preset="tiny", rows=8):
@@ -112,7 +112,7 @@ def batches_of_everything() -> list[fddp.Joined]:
     return found
 
 
-def trained_with_everything(replicas: fddp.Group, schedule: str, features: dict[str, Any]) -> Any:
+def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[str, Any]) -> Any:
     """The state after each step, as arrays, and what the steps told."""
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
     step = fddp.train_step(
@@ -336,7 +336,7 @@ def test_a_schedule_may_be_a_function_of_the_users_own(group):
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0)
     jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, ends[0])
     with pytest.raises(ValueError, match="schedule must be one of auto, fused, staged, eager, after, got 3"):
-        fddp.train_step(loss, optax.sgd(0.1), schedule=3)
+        fddp.train_step(loss, optax.sgd(0.1), schedule=3)  # pyright: ignore[reportArgumentType]
 
 
 def test_an_error_of_the_communication_thread_reaches_the_caller(group):

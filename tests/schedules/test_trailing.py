@@ -307,7 +307,7 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after", "eager"])
 @pytest.mark.steps
-def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, schedule: str):
+def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, schedule: Any):
     wire = Wire(group(1))
     step, state = begun(wire)
     with wire.letting(1):

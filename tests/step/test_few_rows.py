@@ -50,7 +50,7 @@ def nbytes(replicas: int, rows: int) -> int:
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_few_rows_travel_and_all_others_are_updated_too(group: Groups, x64: None, schedule: str, replicas: int):
+def test_few_rows_travel_and_all_others_are_updated_too(group: Groups, x64: None, schedule: Any, replicas: int):
     batches = [batch_of(8 * replicas, seed) for seed in range(4)]
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(replicas), schedule=schedule)
     state = step.init(PARAMS)
@@ -63,7 +63,7 @@ def test_few_rows_travel_and_all_others_are_updated_too(group: Groups, x64: None
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
-def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: None, schedule: str):
+def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: None, schedule: Any):
     """On one replica alone, on both, and on none again."""
     batches = [batch_of(rows, rows) for rows in (8, 32, 8)]
     batches[1]["ids"] = np.concatenate([np.arange(16), np.full(16, 3)])

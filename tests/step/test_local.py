@@ -109,7 +109,7 @@ def test_what_replicas_and_their_outer_optimizer_do_is_what_a_loop_over_them_doe
 
 
 @SCHEDULES
-def test_under_every_schedule_it_is_the_same(group: Groups, x64: None, schedule: str):
+def test_under_every_schedule_it_is_the_same(group: Groups, x64: None, schedule: Any):
     chosen: Any = {"every": 2, "fragments": 2, "delay": 1, "mix": 0.5}
     step = fddp.train_step(
         loss_fn, fddp.local_steps(optax.adamw(0.05), **chosen), group=group(3), bucket_cap_mb=0, schedule=schedule

@@ -23,7 +23,7 @@ def noting(w: Any, x: Any, *, model_state: Any) -> Any:
     return jnp.mean((x - w) ** 2), (new, None)
 
 
-def buffers(group: Any, mode: Any, schedule: str, steps: int = 2) -> Any:
+def buffers(group: Any, mode: Any, schedule: Any, steps: int = 2) -> Any:
     step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers=mode, schedule=schedule)
     state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})
     for _ in range(steps):

@@ -39,7 +39,7 @@ def dropping(params: Any, x: Any, *, rng: Any) -> Any:
     return network(params, x, kept), {"kept": jnp.sum(kept * 1.0)}
 
 
-def steps(group: Any, shared: bool, schedule: str, count: int = 4, **options: Any) -> tuple[Any, list[fddp.StepInfo]]:
+def steps(group: Any, shared: bool, schedule: Any, count: int = 4, **options: Any) -> tuple[Any, list[fddp.StepInfo]]:
     key = jax.random.key(7)
     step = fddp.train_step(
         dropping, optax.adam(1e-2), group=group(REPLICAS), has_aux=True, schedule=schedule, bucket_cap_mb=0,
@@ -52,7 +52,7 @@ def steps(group: Any, shared: bool, schedule: str, count: int = 4, **options: An
     return state, infos
 
 
-def assert_same(schedule: str, got: Any, want: Any) -> None:
+def assert_same(schedule: Any, got: Any, want: Any) -> None:
     """To the bit; but a staged step cuts its update where wires come back, and of other wires it makes other programs,
     in which XLA may join a product and a sum that it rounds one by one elsewhere."""
     tolerances: dict[str, Any] = {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0}
@@ -91,7 +91,8 @@ def test_a_layer_that_one_replica_keeps_is_sent(group, schedule):
 
 def test_used_once_in_a_step_is_used(group):
     """By one of the micro-batches, or in a call of no_sync."""
-    for options in ({"accumulation_steps": 2}, {}):
+    several: dict[str, Any] = {"accumulation_steps": 2}
+    for options in (several, {}):
         step = fddp.train_step(
             dropping, optax.sgd(0.1), group=group(REPLICAS), has_aux=True, bucket_cap_mb=0,
             find_unused_parameters=True, skip_all_reduce_unused_params=True, **options,

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ HOW: dict[str, Callable[[], object]] = {
 }
 
 
-def main(how: str, schedule: str) -> None:
+def main(how: str, schedule: Any) -> None:
     if folder := os.environ.get("OWN_FILES"):
         # mpiexec has no pipe to this process any more, nor to its watcher.
         file = os.open(f"{folder}/own.{os.environ['PMI_RANK']}", os.O_CREAT | os.O_WRONLY)

@@ -149,7 +149,8 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
         "empty": np.zeros((0, 3), np.float32),
         "half": np.zeros((3, 0), jnp.bfloat16),
     }
-    for hook, schedule in ((None, "staged"), (hooks.quantize(), "staged"), (hooks.topk(1.0), "fused")):
+    cases: Any = ((None, "staged"), (hooks.quantize(), "staged"), (hooks.topk(1.0), "fused"))
+    for hook, schedule in cases:
         step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule, bucket_cap_mb=0)
         state = step.init(params)
         for _ in range(2):

@@ -15,7 +15,7 @@ SIZES = (10_000, 1, 1_000, 10, 100)
 STEPS = 12
 
 
-def trained(group: fddp.Group, schedule: str) -> list[np.ndarray]:
+def trained(group: fddp.Group, schedule: Any) -> list[np.ndarray]:
     """Leaves of different sizes, each a bucket, and a table of which rows travel, after some steps on random rows."""
     rng = np.random.default_rng(0)
     params = [rng.normal(size=n).astype(np.float32) for n in (*SIZES, (20_000, 2))]

@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
     model: str
     rule: str
-    schedule: str
+    schedule: Any
     accumulation_steps: int = 1
 
     def __str__(self) -> str:

@@ -502,7 +502,8 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
     params = [np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)]
     batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
     large, ended = np.full(2**16, group.rank + 1.0, np.float32), []
-    for schedule, shard in (("staged", "state"), ("eager", "state"), ("eager", None)):
+    cases: Any = (("staged", "state"), ("eager", "state"), ("eager", None))
+    for schedule, shard in cases:
         step = fddp.train_step(
             loss, optax.sgd(0.05, momentum=0.9), group=group, schedule=schedule, shard=shard, bucket_cap_mb=0
         )
@@ -560,7 +561,8 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
 @claim()
 def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
     batches = np.sin(np.arange(5 * 4 * group.size, dtype=np.float32)).reshape(5, group.size, 4)
-    for schedule, delay in (("fused", 0), ("staged", 1)):
+    cases: Any = (("fused", 0), ("staged", 1))
+    for schedule, delay in cases:
         optimizer = fddp.local_steps(optax.sgd(RATE, momentum=0.5), outer=optax.sgd(0.7), every=2, delay=delay)
         step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
         state, sent = step.init(jnp.zeros(())), []
