@@ -5,6 +5,17 @@
 >>> state, info = step(step.init(jnp.zeros(())), jnp.ones(8))
 >>> float(state.params)
 1.0
+
+`help(fddp.train_step)` tells more of a name.
+
+Start: init, Group, mesh_group, mpi_group, round_robin, Communicator, alive, preempted
+Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, whole, Checkpoints
+Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
+Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
+Data: samples, join, gather_rows
+Hooks: hooks, Hook, GradBucket, all_reduce
+Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
+Look inside: measure, Measurement, stats, Stats, tune, Tuning, Link, audit, Audit
 """
 
 from importlib import import_module

@@ -122,6 +122,12 @@ def test_init_imports_every_public_name_by_name():
     assert {"init", "train_step", "value_and_grad", "make_plan", "all_reduce", "grad_order"} <= set(FUNCTIONS)
 
 
+def test_help_of_fddp_lists_every_public_name_once_in_a_group():
+    groups = dict(re.findall(r"^([A-Z][a-z ]+): (.*)$", inspect.getdoc(fddp) or "", re.MULTILINE))
+    assert list(groups) == ["Start", "Train", "Losses", "Optimizers", "Data", "Hooks", "Buckets", "Look inside"]
+    assert sorted(", ".join(groups.values()).split(", ")) == sorted([*PUBLIC, "hooks"])
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_says_what_it_is(name):
     text = PUBLIC[name].__doc__ or ""
