@@ -125,6 +125,13 @@ class BucketPlan:
         """The message in which loss, metrics and buffers travel."""
         return next(message for message in self.messages if message.scalars)
 
+    @property
+    def summary(self) -> str:
+        """What travels, in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
+        sent = sum(len(b.leaves) for b in self.buckets)
+        total = sum(b.nbytes for b in self.buckets) / MiB
+        return f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
+
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
@@ -139,13 +146,11 @@ class BucketPlan:
             for i, b in enumerate(self.buckets)
         ]
         head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
-        total = sum(b.nbytes for b in self.buckets) / MiB
         carrier = self.carrier
         tail = "travel in one all-reduce of their own" if carrier.bucket is None else f"ride in {carrier.name}"
-        sent = sum(len(b.leaves) for b in self.buckets)
         padding = _counted(self.padding, "byte")
         foot = (
-            f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB",
+            self.summary,
             *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"] * (self.parts > 1),
             f"loss and metrics {tail}; digest {self.digest}",
         )

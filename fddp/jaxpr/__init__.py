@@ -10,6 +10,7 @@ from fddp.jaxpr.elements import Same as Same
 from fddp.jaxpr.elements import Whole as Whole
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.leaves import differentiable as differentiable
+from fddp.jaxpr.leaves import is_used_up as is_used_up
 from fddp.jaxpr.leaves import merge as merge
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split as split

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from fddp.jax_internals import given_away
 
@@ -37,8 +38,14 @@ def refuse_deleted(state: Any) -> None:
     Raises:
       ValueError: an array of it was donated.
     """
-    if any(given_away(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
+    if is_used_up(state):
         raise used_up()
+
+
+def is_used_up(state: Any) -> bool:
+    """Whether the memory of one of its arrays was used for something else."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    return any(map(given_away, arrays))
 
 
 def used_up() -> ValueError:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from fddp.buckets import Groups, group_keys
 from fddp.hooks import Hook
+from fddp.optim import check_needs
 from fddp.schedules import Schedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -260,8 +261,9 @@ def read_options(call: str, given: Mapping[str, Any]) -> Options:
 
 
 def check_optimizer(call: str, value: Any) -> None:
-    """Says of something that it is no optimizer of optax's."""
+    """Says of something that it is no optimizer of optax's, or one that wants more than a step knows."""
     if not hasattr(value, "init") or not hasattr(value, "update"):
         # Flax's optimizers and train states hold one.
         inside = "; pass its .tx" if hasattr(value, "tx") else ""
         raise TypeError(f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}.")
+    check_needs(value)

@@ -43,6 +43,8 @@ class Replica:
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
     local_steps: LocalSteps | None = None
     """How replicas train alone between synchronizations; None: they never do."""
+    loss: str = "loss_fn"
+    """What the user calls the loss."""
 
     def __post_init__(self) -> None:
         axes = self.group.placement.other_axes

@@ -45,6 +45,8 @@ class Settled(NamedTuple):
     """A tree like the state: where the parts of each array lie, if a replica is several devices."""
     runner: Runner
     """What the schedule made of the step."""
+    schedule: str
+    """The name of the schedule."""
     accumulate: jax.stages.Wrapped
     """The program that adds a batch to what is pending."""
     left_out: tuple[int, ...]
@@ -136,6 +138,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         plan=plan,
         specs=where,
         runner=runner_of(schedule, replica, plan, state, batch, told, uses, used),
+        schedule=name_of(schedule),
         accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),

@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from fddp.jaxpr import is_used_up
 from fddp.losses import Pending
 from fddp.schedules import Promise
 
@@ -58,6 +59,8 @@ class TrainState(NamedTuple):
     __rmul__ = __mul__
 
     def __repr__(self) -> str:
+        if is_used_up(self):
+            return "TrainState(used up: a step has written the next state where this one lay)"
         return f"TrainState({', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
 
 

@@ -16,12 +16,12 @@ import fddp
 from fddp.buckets import BucketPlan, whole_forms
 from fddp.comm import Group, verify
 from fddp.losses import check_callable, make_objective
-from fddp.optim import LocalSteps, Optimizer, check_needs
+from fddp.optim import LocalSteps, Optimizer
 from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
 from fddp.step.checks import check_no_sync
 from fddp.step.digests import comparing
-from fddp.step.options import OptionArguments, Options, check_optimizer, explained, read_options
+from fddp.step.options import OptionArguments, Options, check_optimizer, explained, name_of, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
@@ -30,8 +30,6 @@ from fddp.step.skips import Skips
 from fddp.step.start import described_start, equal_start, first_form, first_state
 from fddp.step.state import StepInfo, TrainState
 from fddp.step.update import updated
-
-LATELY = 100  # steps whose times are kept for `stats`
 
 
 class TrainStep:
@@ -42,8 +40,8 @@ class TrainStep:
         self._guess: tuple[BucketPlan, TrainState] | None = None
         self._check = comparing(replica.group, replica.options.check_replicas_every)
         self._settled: Settled | None = None
-        self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=LATELY), Skips()
-        """How many steps this object has run, when the last of them computed and communicated, and which it skipped."""
+        self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=100), Skips()
+        """How many steps this object has run, when the last hundred computed and communicated, and which it skipped."""
         self.sent: Any = None
         """What the last of them sent: `StepInfo.sent`."""
 
@@ -63,8 +61,8 @@ class TrainStep:
           ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
         """
         group, replica = self.group, self._replica
-        describe = partial(described_start, replica, self._optimizer, params, model_state, rng)
-        verify(group, "parameters, options or versions", describe)
+        described = partial(described_start, replica, self._optimizer, params, model_state, rng)
+        verify(group, "parameters, options or versions", described)
         params, model_state, rng = equal_start(group, (params, model_state, rng))
         state = first_state(replica, self._optimizer, params, model_state, rng)
         held = held_form(group.placement, state)
@@ -203,6 +201,11 @@ class TrainStep:
         """
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
+    def __repr__(self) -> str:
+        known = self._settled
+        how = f"schedule={known.schedule!r}, {known.plan.summary}" if known else "to be settled by the first batch"
+        return f"TrainStep({self._replica.loss}, size={self.group.size}, backend={self.group.backend!r}, {how})"
+
     @property
     def is_one_program(self) -> bool:
         """Whether XLA launches the buckets (schedule "fused"), once the first batch has settled it."""
@@ -290,9 +293,9 @@ def train_step(
     """
     check_callable("train_step", "loss_fn", loss_fn)
     check_optimizer("train_step", optimizer)
-    check_needs(optimizer)
     settings = read_options("train_step", options)
     local, inner = (optimizer, optimizer.inner) if isinstance(optimizer, LocalSteps) else (None, optimizer)
     objective = make_objective(loss_fn, has_aux=has_aux)
-    replica = Replica(objective, group_of("train_step", group), settings, local_steps=local)
+    group = group_of("train_step", group)
+    replica = Replica(objective, group, settings, local_steps=local, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))

@@ -1,4 +1,4 @@
-"""The options of a step as type checkers know them."""
+"""The options of a step as type checkers know them; how a step and its state show themselves."""
 
 import re
 import subprocess
@@ -6,11 +6,23 @@ import sys
 from pathlib import Path
 from typing import get_type_hints
 
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
 import fddp
 from fddp.step.options import OptionArguments
 
 CALLS = Path(__file__).with_name("typed_calls.py")
 LET_PASS = re.compile(r"  # pyright: ignore\[.*\]$")
+
+
+def square(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean((x - w) ** 2)
+
+
+### Types
 
 
 def test_the_keyword_arguments_are_the_options_by_name_and_type():
@@ -28,3 +40,30 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     found = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
     assert found == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
+
+
+### What shows
+
+
+def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
+    assert repr(step) == "TrainStep(square, size=2, backend='local', to be settled by the first batch)"
+    step(step.init(jnp.zeros(())), jnp.ones(4))
+    plan = "1 of 1 leaves in 1 bucket, 0.000 MiB"
+    assert repr(step) == f"TrainStep(square, size=2, backend='local', schedule='fused', {plan})"
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "eager"}, {"shard": "state", "schedule": "staged"}], ids=str)
+def test_a_used_up_state_says_so_in_one_line(group, options):
+    step = fddp.train_step(square, optax.adam(0.1), group=group(2), **options)
+    first = step.init(jnp.zeros(3))
+    second, _ = step(first, jnp.ones((4, 3)))
+    assert repr(first) == "TrainState(used up: a step has written the next state where this one lay)"
+    assert repr(second).startswith("TrainState(step=")
+
+
+def test_a_state_shows_itself_where_it_is_traced(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
+    shown = list[str]()
+    jax.make_jaxpr(lambda state: shown.append(repr(state)) or state.step)(step.init(jnp.zeros(3)))
+    assert "params=" in shown[0] and "float32[3]" in shown[0]
