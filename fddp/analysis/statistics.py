@@ -73,8 +73,8 @@ class Stats:
     """Leaves of the parameters' tree."""
     total_parameter_size_bytes: int
     """Their bytes."""
-    bucket_cap_bytes: float
-    """The option `bucket_cap_mb`, in bytes."""
+    bucket_cap_bytes: float | tuple[float, ...]
+    """The option `bucket_cap_mb`, in bytes; several if it has the cap of each bucket in turn."""
     bucket_sizes: tuple[int, ...]
     """Bytes of each bucket, in the order in which they leave."""
     grad_ready_order: tuple[str, ...]
@@ -105,6 +105,7 @@ def stats(step: TrainStep) -> Stats:
       The numbers. Those of bytes wait for the last step.
     """
     group, options, plan, lines = step.group, step.options, step.plan, step.lately
+    cap = options.bucket_cap_mb
 
     def average(seconds: Callable[[Timeline], float]) -> float | None:
         return sum(map(seconds, lines)) / len(lines) if lines else None
@@ -118,7 +119,7 @@ def stats(step: TrainStep) -> Stats:
         watchers_said=group.journal.verdict().words,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
-        bucket_cap_bytes=options.bucket_cap_mb * MiB,
+        bucket_cap_bytes=cap * MiB if isinstance(cap, int | float) else tuple(one * MiB for one in cap),
         bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
         grad_ready_order=tuple(name for bucket in plan.buckets for name in bucket.names),
         find_unused_parameters=options.find_unused_parameters,

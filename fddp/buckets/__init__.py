@@ -4,6 +4,8 @@ A plan is integers and names, computed once; packing follows it, and so do the p
 replica holds, and the small numbers that ride behind a bucket. This room imports no other.
 """
 
+from fddp.buckets.assignment import Caps as Caps
+from fddp.buckets.assignment import check_caps as check_caps
 from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.groups import Groups as Groups
 from fddp.buckets.groups import described_groups as described_groups

@@ -6,7 +6,7 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; `compute_buck
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,15 @@ import numpy as np
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, MiB, place_scalars
 
+# MiB: of every bucket, or of each in turn, the last one of all that follow.
+Caps: TypeAlias = float | Sequence[float]
+
 
 def make_plan(
     tree: Any,
     *,
     order: Sequence[int] | None = None,
-    bucket_cap_mb: float = 25,
+    bucket_cap_mb: Caps = 25,
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
     groups: Groups | None = None,
@@ -39,7 +42,8 @@ def make_plan(
       tree: parameters, gradients or `jax.ShapeDtypeStruct`s: any tree whose leaves have a shape and a dtype.
       order: leaf indices in the order in which their gradients become ready (see `grad_order`); leaves that it does
         not name do not travel. None: the reverse of the leaves, as DDP guesses.
-      bucket_cap_mb: cap of a bucket in MiB; 0 gives every leaf a bucket of its own.
+      bucket_cap_mb: cap of a bucket in MiB; 0 gives every leaf a bucket of its own. A sequence has the cap of each
+        bucket in turn, the last one for all that follow; the two below then say nothing.
       first_bucket_mb: cap of the first bucket in MiB, if smaller than `bucket_cap_mb`.
       last_bucket_mb: cap of the last bucket in MiB, if smaller than `bucket_cap_mb`; a group is not cut.
       groups: from the name of a leaf ("layers/0/kernel") to the key of its group, any that is hashable, or to None:
@@ -60,14 +64,7 @@ def make_plan(
       >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1, groups=lambda name: "layer").buckets]
       [('w', 'b')]
     """
-    caps = {
-        "bucket_cap_mb": bucket_cap_mb,
-        "first_bucket_mb": first_bucket_mb,
-        "last_bucket_mb": last_bucket_mb,
-    }
-    for name, cap in caps.items():
-        if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:  # NaN compares false
-            raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
+    check_caps(bucket_cap_mb, first_bucket_mb, last_bucket_mb)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = tuple(_leaf(path, value) for path, value in paths)
     order = tuple(reversed(range(len(leaves)))) if order is None else tuple(operator.index(i) for i in order)
@@ -76,21 +73,46 @@ def make_plan(
             f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, got {list(order)}."
         )
     keys = dict(zip(order, group_keys([leaves[i].name for i in order], groups)))
-    cap = bucket_cap_mb * MiB
-    filled = _fill(leaves, keys, first=min(first_bucket_mb * MiB, cap), cap=cap)
-    if filled and keys[filled[-1][0]] is None:
-        filled = _by_readiness(_shorten_last(leaves, filled, cap=min(last_bucket_mb * MiB, cap)), order)
+    one = isinstance(bucket_cap_mb, int | float)
+    caps = [min(first_bucket_mb, bucket_cap_mb), bucket_cap_mb] if one else bucket_cap_mb
+    filled = _fill(leaves, keys, [cap * MiB for cap in caps])
+    if one and filled and keys[filled[-1][0]] is None:
+        filled = _by_readiness(_shorten_last(leaves, filled, cap=min(last_bucket_mb, bucket_cap_mb) * MiB), order)
     return place_scalars(BucketPlan(leaves, tuple(_bucket(leaves, bucket) for bucket in filled), treedef, ()))
 
 
-def _fill(leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], *, first: float, cap: float) -> list[list[int]]:
+def check_caps(bucket_cap_mb: Any, first_bucket_mb: Any, last_bucket_mb: Any) -> None:
+    """Says that a cap is none.
+
+    Args:
+      bucket_cap_mb: what a user gave.
+      first_bucket_mb: likewise.
+      last_bucket_mb: likewise.
+
+    Raises:
+      ValueError: a cap is negative, NaN or no number, or a sequence has none.
+    """
+    several = isinstance(bucket_cap_mb, Sequence) and not isinstance(bucket_cap_mb, str)
+    if several and not (bucket_cap_mb and all(map(_is_cap, bucket_cap_mb))):
+        raise ValueError(f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {bucket_cap_mb!r}.")
+    single = {} if several else {"bucket_cap_mb": bucket_cap_mb}
+    for name, cap in {**single, "first_bucket_mb": first_bucket_mb, "last_bucket_mb": last_bucket_mb}.items():
+        if not _is_cap(cap):
+            raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
+
+
+def _is_cap(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0  # NaN compares false
+
+
+def _fill(leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Sequence[float]) -> list[list[int]]:
     """Walks the order, with one open bucket for each dtype, and for each dtype of a group, which no cap closes."""
     filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
     closed: list[list[int]] = []
     for i, key in keys.items():
         bucket = filling.setdefault((leaves[i].dtype, key), [])
         bucket.append(i)
-        if key is None and sum(leaves[j].nbytes for j in bucket) >= (cap if closed else first):
+        if key is None and sum(leaves[j].nbytes for j in bucket) >= caps[min(len(closed), len(caps) - 1)]:
             closed.append(filling.pop((leaves[i].dtype, key)))
     return _by_readiness([*closed, *filling.values()], list(keys))
 

@@ -30,7 +30,7 @@ def plan_in_rows(
     *,
     order: Sequence[int],
     groups: Groups | None = None,
-    **caps: float,
+    **caps: Any,
 ) -> BucketPlan:
     """A plan in which leaves travel as rows where that saves much, each in a bucket of its own.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from textwrap import indent
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
-from fddp.buckets import Groups, group_keys
+from fddp.buckets import Caps, Groups, check_caps, group_keys
 from fddp.hooks import Hook
 from fddp.optim import check_needs
 from fddp.schedules import Schedule
@@ -36,6 +36,9 @@ OF_DDP = {
     "dim": "leave it out, the rows of a batch lie along its first dim",
     "process_group": "give group=, from fddp.init() or group.subgroup(ranks)",
     "device_mesh": "give group=fddp.mesh_group(mesh, axis)",
+    "bucket_cap_mb_list": "give bucket_cap_mb=[…], with the cap of each bucket in turn",
+    "batched_grad_copy": "leave it out, XLA copies all gradients of a bucket at once",
+    "forward_sync_buffers": "give broadcast_buffers=, which never keeps step.init from giving all ranks rank 0's",
     "mixed_precision": "give the loss as fddp.mixed_precision(loss_fn, jnp.bfloat16)",
     "init_sync": "leave it out, step.init compares the ranks and gives all of them rank 0's values",
     "check_reduction": "leave it out, PyTorch ignores it too",
@@ -50,7 +53,7 @@ class OptionArguments(TypedDict, total=False):
     Python cannot derive one from the other; a test holds them equal.
     """
 
-    bucket_cap_mb: float
+    bucket_cap_mb: Caps
     first_bucket_mb: float
     last_bucket_mb: float
     groups: Groups | None
@@ -74,7 +77,8 @@ class Options:
     """How gradients are bucketed, accumulated and sent: the keyword arguments of `train_step` and `value_and_grad`.
 
     Attributes:
-      bucket_cap_mb (25): a bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket.
+      bucket_cap_mb (25): a bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket. A sequence has the
+        cap of each bucket in turn, the last one for all that follow; the two below then say nothing.
       first_bucket_mb (1): cap of the first bucket, MiB: traffic starts early.
       last_bucket_mb (1): cap of the last bucket, MiB: little is left when the backward pass ends.
       groups (None): a function from the path ('Dense_0/kernel') of a parameter to the key of its group, any that is
@@ -118,7 +122,7 @@ class Options:
       TypeError: `ignore` or `groups` is no function.
     """
 
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: Caps = 25
     first_bucket_mb: float = 1
     last_bucket_mb: float = 1
     groups: Groups | None = field(default=None, repr=False)
@@ -137,10 +141,7 @@ class Options:
     donate: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"):
-            cap = getattr(self, name)
-            if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:  # NaN compares false
-                raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
+        check_caps(self.bucket_cap_mb, self.first_bucket_mb, self.last_bucket_mb)
         steps = self.accumulation_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"accumulation_steps must be a whole number of 1 or more, got {steps!r}.")

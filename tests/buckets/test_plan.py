@@ -1,6 +1,7 @@
 """A plan is what PyTorch's bucket assignment says, for the order in which gradients become ready."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,6 +93,17 @@ def test_the_last_bucket_is_within_its_cap_or_one_leaf(problem):
     assert all(len(b.leaves) == 1 or b.nbytes <= cap for b in plan.buckets[-1:])
 
 
+@given(problems(), st.lists(st.integers(0, 100), min_size=1, max_size=4))
+def test_each_bucket_in_turn_is_below_its_own_cap_without_its_last_leaf_and_not_with_it(problem, sizes):
+    tree, order, _ = problem
+    order = [i for i in order if tree[i].dtype == np.float32]
+    plan = make_plan(tree, order=order, bucket_cap_mb=[size / MiB for size in sizes])
+    for k, bucket in enumerate(plan.buckets):
+        cap, nbytes = sizes[min(k, len(sizes) - 1)], [plan.leaves[i].nbytes for i in bucket.leaves]
+        assert sum(nbytes[:-1]) < cap or not nbytes[:-1]
+        assert sum(nbytes) >= cap or bucket == plan.buckets[-1]
+
+
 @given(problems())
 def test_a_cap_of_zero_gives_every_leaf_a_bucket_in_order(problem):
     tree, order, caps = problem
@@ -171,6 +183,14 @@ def test_pytorch_single_limit_single_dtype():
 def test_pytorch_multi_limit_single_dtype():
     caps: dict[str, Any] = {"first_bucket_mb": 40 / MiB, "bucket_cap_mb": 80 / MiB}
     assert leaves_of(make_plan(floats(10, 10, 10, 10), order=range(4), **caps)) == [[0], [1, 2], [3]]
+
+
+def test_pytorch_multi_limit_as_a_sequence_whose_last_cap_holds_for_all_that_follow():
+    for kind in (list, tuple):
+        caps = kind([40 / MiB, 80 / MiB])
+        assert leaves_of(make_plan(floats(*[10] * 6), order=range(6), bucket_cap_mb=caps)) == [[0], [1, 2], [3, 4], [5]]
+    # Neither the first nor the last bucket has a cap besides.
+    assert leaves_of(make_plan(floats(*[2**18] * 4), order=range(4), bucket_cap_mb=[2, 25])) == [[0, 1], [2, 3]]
 
 
 def test_pytorch_single_limit_multi_dtype():
@@ -298,6 +318,13 @@ def test_resnet_50_travels_in_its_ready_order_and_to_the_byte():
 def test_a_cap_that_is_negative_or_not_a_number_is_refused_by_name(cap, value):
     with pytest.raises(ValueError, match=rf"{cap} must be 0 or more MiB, got {value}"):
         make_plan(floats(1), **{cap: value})
+
+
+@pytest.mark.parametrize("caps", [[], (), [1, -1], [math.nan], [1, None], [True], [[1]]])
+def test_a_sequence_of_caps_without_one_or_with_one_that_is_none_is_refused(caps):
+    says = f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {re.escape(repr(caps))}"
+    with pytest.raises(ValueError, match=says):
+        make_plan(floats(1), bucket_cap_mb=caps)
 
 
 @pytest.mark.parametrize("order", [[0, 0], [2], [-1]])

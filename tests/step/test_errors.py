@@ -1,10 +1,13 @@
 """Whatever is wrong with what a person passes is said at once, by name, with what was got."""
 
+import ast
 import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -197,6 +200,7 @@ def test_an_error_of_the_loss_itself_comes_through(make):
     ("options", "kind", "says"),
     [
         ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb must be 0 or more MiB, got -1"),
+        ({"bucket_cap_mb": [1, -1]}, ValueError, r"bucket_cap_mb must be one cap or more, .* got \[1, -1\]"),
         ({"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb must be 0 or more MiB, got nan"),
         ({"first_bucket_mb": "1"}, ValueError, "first_bucket_mb must be 0 or more MiB, got '1'"),
         ({"last_bucket_mb": None}, ValueError, "last_bucket_mb must be 0 or more MiB, got None"),
@@ -233,16 +237,29 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
 
 
 def test_every_argument_of_ddp_is_an_option_or_answered(group):
-    """Those of PyTorch 2.13."""
+    """Those of PyTorch 2.13, and of the one that is installed here, if one is."""
     ddp = (
         "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters "
         "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce "
-        "mixed_precision device_mesh skip_all_reduce_unused_params"
+        "mixed_precision device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy "
+        "forward_sync_buffers"
     )
     options = {field.name for field in fields(fddp.Options)}
-    for name in ddp.split():
+    for name in {*ddp.split(), *arguments_of_installed_ddp()}:
         if name not in options:
             refused(TypeError, f"; {name}: [^;]*$", partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}))
+
+
+def arguments_of_installed_ddp() -> list[str]:
+    """Read in its source: importing PyTorch takes seconds."""
+    torch = find_spec("torch")
+    if torch is None or not torch.submodule_search_locations:
+        return []
+    source = Path(torch.submodule_search_locations[0], "nn", "parallel", "distributed.py").read_text()
+    (ddp,) = (x for x in ast.parse(source).body if isinstance(x, ast.ClassDef) and x.name == "DistributedDataParallel")
+    (init,) = (x for x in ddp.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
+    names = [argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)]
+    return [name for name in names if name not in ("self", "module")]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {"bucket_cap_mb": 4}  # read from a file, say
 fddp.train_step(loss_fn, SGD)
 fddp.train_step(loss_fn, SGD, **OPTIONS)
 fddp.train_step(loss_fn, SGD, bucket_cap_mb=4, first_bucket_mb=0.5, last_bucket_mb=0, order="reverse")
+fddp.train_step(loss_fn, SGD, bucket_cap_mb=[1, 4, 25])
 fddp.train_step(loss_fn, SGD, group=fddp.init(), has_aux=True, accumulation_steps=4, find_unused_parameters=True)
 fddp.train_step(loss_fn, SGD, hook=hooks.bf16(), ignore=lambda path: path.endswith("bias"), groups=lambda path: None)
 fddp.train_step(loss_fn, SGD, broadcast_buffers="mean", skip_nonfinite=True, check_replicas_every=100, donate=False)
