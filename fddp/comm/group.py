@@ -17,6 +17,7 @@ from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, blocks, by_node
+from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.ragged import CHUNK_BYTES
 from fddp.comm.recovery import Recovery
@@ -163,6 +164,50 @@ class Group:
             for original, x, begin, end in zip(leaves, hosted, ends[:-1], ends[1:])
         ]
         return jax.tree.unflatten(treedef, values)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Collects an object from every process, whatever can be pickled, of any size on each.
+
+        A pickle is a program that its reader runs: the ranks of one job trust each other, and nobody else's data
+        belongs here.
+
+        Args:
+          obj: this rank's.
+
+        Returns:
+          The objects, in order of rank; this rank's is a copy, too.
+
+        Raises:
+          TypeError: a rank's cannot be pickled; on every rank.
+          ValueError: a rank cannot read another's; on every rank.
+
+        Example:
+          >>> import fddp
+          >>> fddp.init().all_gather_object({"host": "node1"})
+          [{'host': 'node1'}]
+        """
+        return all_gather_object(self, obj)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Gives every process the root's object, whatever can be pickled; see `all_gather_object`.
+
+        Args:
+          obj: the root's counts; the others may give None.
+          root: rank whose object counts.
+
+        Returns:
+          The object; the root's is a copy, too.
+
+        Raises:
+          TypeError: it cannot be pickled; on every rank.
+          ValueError: a rank cannot read it, there is no such root, or ranks name different ones; on every rank.
+
+        Example:
+          >>> import fddp
+          >>> fddp.init().broadcast_object({"run": "night 3"})
+          {'run': 'night 3'}
+        """
+        return broadcast_object(self, obj, root)
 
     def barrier(self) -> None:
         """Waits until every process is here."""

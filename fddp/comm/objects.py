@@ -1,0 +1,90 @@
+"""Python's own objects between the ranks of a group, as pickles of any size.
+
+Whoever reads a pickle runs what is in it, so these travel only among the ranks of one job, which trust each other.
+
+Source: `all_gather_object` and `broadcast_object_list` in PyTorch's `distributed_c10d.py`; unlike there an object that
+cannot be pickled, or read, is the same error on every rank.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from fddp.comm.agreement import verify
+from fddp.comm.ragged import gather_bytes
+
+if TYPE_CHECKING:  # a group has them as methods
+    from fddp.comm.group import Group
+
+Made = TypeVar("Made")
+
+
+def all_gather_object(group: "Group", obj: Any) -> list[Any]:
+    """Collects an object from every process.
+
+    Args:
+      group: who gathers; every rank calls it.
+      obj: this rank's.
+
+    Returns:
+      The objects, in order of rank.
+
+    Raises:
+      TypeError: one cannot be pickled; on every rank.
+      ValueError: one cannot be read; on every rank.
+    """
+    data = _alike(group, "", lambda: _pickled("all_gather_object", obj))
+    sent = gather_bytes(group, data)
+    return _alike(group, "", lambda: [_read("all_gather_object", rank, one) for rank, one in enumerate(sent)])
+
+
+def broadcast_object(group: "Group", obj: Any, root: int) -> Any:
+    """Gives every process the root's object.
+
+    Args:
+      group: who hears it; every rank calls it.
+      obj: the root's counts.
+      root: its rank.
+
+    Returns:
+      The object, a copy on the root as well.
+
+    Raises:
+      TypeError: it cannot be pickled; on every rank.
+      ValueError: it cannot be read, or there is no such rank; on every rank.
+    """
+    data = _alike(group, f"root={root}", lambda: _pickled("broadcast_object", obj) if group.rank == root else b"")
+    length = int(group.broadcast(np.int64(len(data)), root))
+    sent = group.broadcast(np.frombuffer(data.ljust(length), np.uint8), root).tobytes()
+    return _alike(group, f"root={root}", lambda: _read("broadcast_object", root, sent))
+
+
+def _alike(group: "Group", said: str, make: Callable[[], Made]) -> Made:
+    """Makes something on every rank, or fails on every rank."""
+    made = list[Made]()
+
+    def describe() -> list[str]:
+        made.append(make())
+        return [said]
+
+    verify(group, "objects", describe)
+    return made[0]
+
+
+def _pickled(call: str, obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except Exception as error:  # whatever the object's own code raises
+        raise TypeError(
+            f"group.{call} sends pickles, and this {type(obj).__name__} cannot be pickled ({error}): give numbers, "
+            "strings, arrays, or containers of them."
+        ) from error
+
+
+def _read(call: str, rank: int, data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # a class that this process does not have, say
+        raise ValueError(f"group.{call} cannot read here what rank {rank} sent: {error}.") from error
