@@ -7,14 +7,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-import jax
-
 from fddp.comm import Group, Journal, Placement, Recovery
 from fddp.jax_internals import asked_for
 from fddp.schedules.ahead import kept_last
 from fddp.schedules.log import Log
 from fddp.schedules.programs import Programs, compiled
 from fddp.schedules.queues import Do
+from fddp.schedules.shown import wait_for
 from fddp.schedules.tasks import Task, TaskList
 from fddp.schedules.timeline import Span
 
@@ -54,11 +53,11 @@ def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Calla
     """
     launched, clock = deque[tuple[Task, Sequence[Any], float]](), perf_counter()
 
-    def wait_for(most: int) -> None:
+    def wait_until(most: int) -> None:
         nonlocal clock
         while len(launched) > most:
             task, made, since = launched.popleft()
-            jax.block_until_ready(made)
+            wait_for(task.name, made)
             log.add(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
 
     def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
@@ -66,10 +65,10 @@ def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Calla
         journal.say(task.name)
         made = programs[task.name](*read)
         launched.append((task, made, since))
-        wait_for(1)
+        wait_until(1)
         return made
 
-    return do, lambda: wait_for(0)
+    return do, lambda: wait_until(0)
 
 
 def updating(programs: Programs, log: Log, after: Future[Any] | None = None) -> Do:
@@ -89,6 +88,6 @@ def updating(programs: Programs, log: Log, after: Future[Any] | None = None) -> 
             after.result()
         # A collective of MPI takes a token along, which is new in each thread.
         with log.under_way(task), asked_for():
-            return jax.block_until_ready(programs[task.name](*read))
+            return wait_for(task.name, programs[task.name](*read))
 
     return do

@@ -4,14 +4,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import jax
-
 from fddp.comm import Group
 from fddp.hooks import Memory
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.send import Sent, bytes_of, remembered
+from fddp.schedules.shown import wait_for
 from fddp.schedules.tasks import BYTES, Communicate, Task
 from fddp.schedules.timeline import Span, Timeline
 
@@ -62,7 +61,7 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
             else:
                 start = perf_counter()
                 group.journal.say(task.name)
-                made = jax.block_until_ready(now.programs[task.name](*read))
+                made = wait_for(task.name, now.programs[task.name](*read))
                 spans.append(Span(task.kind, task.name, start, perf_counter()))
                 values.update(zip(task.writes, made))
             del read

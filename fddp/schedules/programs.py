@@ -14,6 +14,7 @@ from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import forms_promised
 from fddp.schedules.send import Sent, sending
+from fddp.schedules.shown import named
 from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
 # By the names of tasks: (values that are read) -> values that are written.
@@ -55,7 +56,7 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
             listed = make(of_one_replica(state, 1), *of_one_replica(own, group.placement.replicas_in_array))
             made = programs(group.placement, listed, listed.enter(state, *own), donate)
             send = sending(group, [task.reduction for task in listed.messages])
-            known[form] = Prepared(listed, made, send, listed.last_reads)
+            known[form] = Prepared(listed, named(made), send, listed.last_reads)
         return known[form]
 
     return prepare

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 from jaxtyping import UInt32
 
 from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim
@@ -59,7 +60,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
         else:
             group.recovery.sends()
-            with group.journal.message(reduction.title, size * message.dtype.itemsize):
+            with TraceAnnotation(reduction.name), group.journal.message(reduction.title, size * message.dtype.itemsize):
                 if reduction.apply is None:
                     blocks = (reduction.blocks,) if reduction.collective == "tree_reduce" else ()
                     total = getattr(transport, reduction.collective)(message, *blocks)

@@ -16,6 +16,7 @@ from fddp.schedules.lists import in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.programs import MakePrograms, Prepared, compiled, preparing
 from fddp.schedules.send import Sent, bytes_of, remembered, side_by_side
+from fddp.schedules.shown import wait_for
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task
 from fddp.schedules.timeline import Span, Timeline
 
@@ -106,7 +107,7 @@ def _launch(
                 leave(oldest)
                 continue
             task, made, since = oldest
-            jax.block_until_ready(made)
+            wait_for(task.name, made)
             spans.append(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
 
     def leave(task: Communicate) -> None:
