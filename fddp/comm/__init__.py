@@ -22,6 +22,7 @@ from fddp.comm.journal import BETWEEN as BETWEEN
 from fddp.comm.journal import FAILED as FAILED
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.lane import Lane as Lane
+from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import AXIS as AXIS
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels

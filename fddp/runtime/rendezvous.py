@@ -8,11 +8,11 @@ import os
 import re
 import selectors
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
+from functools import partial
+
+from fddp.comm import reports
 
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
 RETRY_S = 0.2
@@ -37,12 +37,13 @@ def meet(rank: int, size: int, coordinator: str, timeout_s: float) -> None:
     place = (host.strip("[]"), int(port))
     end = time.monotonic() + timeout_s
     why = ["no answer yet"]  # the latest, for the thread that reports
+    says = partial(reports, first_s=FIRST_WORD_S, next_s=NEXT_WORD_S)
     if rank:
-        with _reports(lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {why[0]}"):
+        with says(lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {why[0]}"):
             problem = _call(rank, size, place, timeout_s, why)
     else:
         came: Guests = {}
-        with _reports(lambda: f"rank 0 waits at {coordinator}: {_missing(came, size) or why[0]}"):
+        with says(lambda: f"rank 0 waits at {coordinator}: {_missing(came, size) or why[0]}"):
             problem = _receive(came, size, place, end, why)
     if problem:
         raise RuntimeError(f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: {problem}.")
@@ -187,27 +188,3 @@ def _reason(error: OSError, place: tuple[str, int]) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused, nobody listens there yet"
     return (error.strerror or str(error)).lower()  # no route to host; timed out
-
-
-### What a person sees meanwhile
-
-
-@contextmanager
-def _reports(state: Callable[[], str]) -> Iterator[None]:
-    """Says after some seconds how things stand, and again now and then, until the block ends."""
-    done = threading.Event()
-
-    def report() -> None:
-        seconds = FIRST_WORD_S
-        while not done.wait(seconds):
-            print(f"fddp: {state()}", file=sys.stderr, flush=True)
-            seconds = NEXT_WORD_S
-
-    # A thread, for looking up a name may block for longer than that.
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -6,6 +6,7 @@ jaxpr, buckets, comm and hooks.
 """
 
 from fddp.schedules.ahead import steady_seconds as steady_seconds
+from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.in_order import after as after
 from fddp.schedules.in_order import in_order as in_order

@@ -10,6 +10,7 @@ from typing import Any
 from fddp.comm import Group, Journal, Placement, Recovery
 from fddp.jax_internals import asked_for
 from fddp.schedules.ahead import kept_last
+from fddp.schedules.compiling import Compiling
 from fddp.schedules.log import Log
 from fddp.schedules.programs import Programs, compiled
 from fddp.schedules.queues import Do
@@ -35,9 +36,11 @@ def own_lane(group: Group) -> tuple[Group, bool]:
     return lane, len(own) > 1 and group.backend != "nccl"
 
 
-def compiled_apart(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+def compiled_apart(
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
+) -> Programs:
     """Stages may use no memory that an update on another thread still reads, nor the other way round."""
-    return compiled(placement, listed, values, donate, kept_last(listed))
+    return compiled(placement, listed, values, donate, says, kept_last(listed))
 
 
 def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Callable[[], None]]:

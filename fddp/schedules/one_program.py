@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
+from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.tasks import BYTES, Communicate
@@ -42,11 +43,12 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     specs = (REPLICATED, own, own, own, own), (REPLICATED, own, own)
     donated = (0, 2, 3) if donate else ()
     program = group.placement.program(partial(traced, group, make), *specs, donate=donated)
+    launch = first_call(program, "the step", partial(compiling, group))
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         given = (state, pending, shards, memory, group.placement.feed(rows))
         try:
-            result = program(*given)
+            result = launch(*given)
         except BaseException:
             program.lower(*given)  # what cannot be traced has sent nothing, and fails here once more
             group.recovery.sends()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from fddp.buckets import sub_byte
 from fddp.comm import REPLICATED, Group, Placement, of_one_replica
 from fddp.jax_internals import Jaxpr, callbacks, inner_programs
+from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import forms_promised
 from fddp.schedules.send import Sent, sending
@@ -19,8 +21,8 @@ from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
-# (placement, tasks, values that are there at first, whether the state's memory may be reused)
-MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], bool], Programs]
+# (placement, tasks, values that are there at first, whether the state's memory may be reused, what says what compiles)
+MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], bool, Compiling], Programs]
 
 
 class Prepared(NamedTuple):
@@ -54,7 +56,7 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
         if form not in known:
             state, *own = forms_promised(arguments)
             listed = make(of_one_replica(state, 1), *of_one_replica(own, group.placement.replicas_in_array))
-            made = programs(group.placement, listed, listed.enter(state, *own), donate)
+            made = programs(group.placement, listed, listed.enter(state, *own), donate, partial(compiling, group))
             send = sending(group, [task.reduction for task in listed.messages])
             known[form] = Prepared(listed, named(made), send, listed.last_reads)
         return known[form]
@@ -62,7 +64,9 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
     return prepare
 
 
-def jitted(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+def jitted(
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
+) -> Programs:
     """Programs that XLA compiles when they are first called.
 
     Args:
@@ -70,6 +74,7 @@ def jitted(placement: Placement, listed: TaskList, values: Mapping[str, Any], do
       listed: the tasks.
       values: those that are there at first.
       donate: whether a task may use the memory of the state that no later one reads.
+      says: what says what compiles.
 
     Returns:
       A program for each compute task, by its name.
@@ -79,12 +84,14 @@ def jitted(placement: Placement, listed: TaskList, values: Mapping[str, Any], do
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
         free = [at for at, name in enumerate(task.reads) if donate and name in last[task.name] and _of_state(name)]
-        return _program(placement, task, free)
+        return first_call(_program(placement, task, free), task.name, says)
 
     return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
 
 
-def on_each_device(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
+def on_each_device(
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
+) -> Programs:
     """Programs of one replica, which each of this process's runs by itself: XLA knows of no others.
 
     A program for all replicas at once is made for their number, and may round otherwise than one for another number.
@@ -94,6 +101,7 @@ def on_each_device(placement: Placement, listed: TaskList, values: Mapping[str, 
       listed: the tasks.
       values: those that are there at first: tuples of what each replica has.
       donate: whether a task may use the memory of the state that no later one reads.
+      says: what says what compiles.
 
     Returns:
       A program for each compute task, by its name; tasks that share a function share a program.
@@ -106,7 +114,9 @@ def on_each_device(placement: Placement, listed: TaskList, values: Mapping[str, 
         gives, read = donate and task.kind == "update", last[task.name]
         free = tuple(at for at, name in enumerate(task.reads) if gives and name in read and _of_state(name))
         free += tuple(range(task.reuses))
-        own = known.setdefault((task.run, free), jax.jit(task.run, donate_argnums=free))
+        if (task.run, free) not in known:
+            known[task.run, free] = first_call(jax.jit(task.run, donate_argnums=free), task.name, says)
+        own = known[task.run, free]
 
         def run(*read: Any) -> Sequence[Any]:
             of_each = zip(*(x if isinstance(x, tuple) else placement.each(x) for x in read))
@@ -130,6 +140,7 @@ def compiled(
     listed: TaskList,
     values: Mapping[str, Any],
     donate: bool,
+    says: Compiling,
     last: Mapping[str, Sequence[str]] | None = None,
 ) -> Programs:
     """Programs that are compiled here, before anything is run; equal ones once.
@@ -139,6 +150,7 @@ def compiled(
       listed: the tasks.
       values: those that are there at first, as all replicas together have them.
       donate: whether a task may use the memory of the state that no later one reads.
+      says: what says what compiles.
       last: what no later one reads, for each by name; None: as the list has it.
 
     Returns:
@@ -166,20 +178,24 @@ def compiled(
             # What is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another layout, and
             # not the token that MPI's collectives hand on.
             ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
-            made = lowered.compile() if ahead else jit
+            made = lowered.compile() if ahead else first_call(jit, task.name, says)
             known[same] = made, traced.jaxpr.consts
         return known[same][0]
 
-    for task in listed.tasks:
-        if isinstance(task, Compute):
-            # For some there is nothing to do: what they wait for is used elsewhere.
-            programs[task.name] = program(task) if task.writes else task.run
-        else:
-            back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
-            if not equal_everywhere(task.writes[0]):
-                back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
-            nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
-            forms.update(zip(task.writes, (back, nbytes)))
+    count = sum(isinstance(task, Compute) for task in listed.tasks)
+    now = "a step"
+    with says(lambda: now):
+        for task in listed.tasks:
+            if isinstance(task, Compute):
+                now = f"program {len(programs) + 1} of {count} ({task.name})"
+                # For some there is nothing to do: what they wait for is used elsewhere.
+                programs[task.name] = program(task) if task.writes else task.run
+            else:
+                back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
+                if not equal_everywhere(task.writes[0]):
+                    back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
+                nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
+                forms.update(zip(task.writes, (back, nbytes)))
     return programs
 
 

@@ -22,6 +22,7 @@ from fddp.jax_internals import with_configuration
 from fddp.jaxpr import used_up
 from fddp.schedules.ahead import RESULTS
 from fddp.schedules.behind import come_late, orders, read_once
+from fddp.schedules.compiling import Compiling
 from fddp.schedules.doing import computing, own_lane, updating
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.log import Log
@@ -210,8 +211,10 @@ class Steps:
         return do
 
 
-def _compiled(placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool) -> Programs:
-    return compiled(placement, listed, values, donate, read_once(listed))
+def _compiled(
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
+) -> Programs:
+    return compiled(placement, listed, values, donate, says, read_once(listed))
 
 
 def _all_plain(pieces: Pieces) -> bool:

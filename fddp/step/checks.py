@@ -13,6 +13,7 @@ from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
 from fddp.losses import Joined
+from fddp.schedules import compiling
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 
@@ -208,7 +209,9 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
     """
 
     def describe() -> list[str]:
-        found = find_collectives(parse(program.compile().as_text() or ""))
+        with compiling(group, "the step"):
+            text = program.compile().as_text()
+        found = find_collectives(parse(text or ""))
         return [f"collectives: {len(found)}", *(f"collective {k}: {one}" for k, one in enumerate(found))]
 
     verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)

@@ -1,6 +1,7 @@
 """Claims about lists of tasks: what is in them, without anything run; and any launcher runs any list."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -158,9 +159,8 @@ def made(
     names, results = [f"state/{k}" for k in range(len(leaves))], [f"result/{k}" for k in range(len(closed.out_avals))]
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
-    programs = compiled(
-        placement, TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ())), values, donate
-    )
+    whole = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
+    programs = compiled(placement, whole, values, donate, lambda what: nullcontext())
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))
     return [values[name] for name in results], programs, leaves

@@ -1,0 +1,53 @@
+"""What a person sees of a process that has been busy for a while."""
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+CLEAR = "\x1b[K"  # what was on the rest of the line
+
+
+@contextmanager
+def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator[None]:
+    """Says on stderr how things stand after a while, and again now and then, until the block ends.
+
+    On a terminal a line takes the place of the one before, where it fits. What the block raises passes through.
+
+    Args:
+      state: how things stand, in a few words.
+      first_s: seconds until the first line.
+      next_s: seconds from each line to the next.
+
+    Yields:
+      Nothing.
+
+    Example:
+      >>> with reports(lambda: "waiting", 60.0, 60.0):
+      ...     pass
+    """
+    done = threading.Event()
+    # A thread, for what the block does may block for longer than that.
+    thread = threading.Thread(target=_report, args=(state, done, first_s, next_s), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the process may have no more threads: then it says nothing
+        done.set()
+    try:
+        yield
+    finally:
+        if not done.is_set():
+            done.set()
+            thread.join()
+
+
+def _report(state: Callable[[], str], done: threading.Event, first_s: float, next_s: float) -> None:
+    rewritten, seconds = False, first_s
+    with suppress(OSError, ValueError):  # stderr is closed, or its reader is gone
+        while not done.wait(seconds):
+            text, seconds = f"fddp: {state()}", next_s
+            rewritten = sys.stderr.isatty() and len(text) < shutil.get_terminal_size().columns
+            print(f"\r{text}{CLEAR}" if rewritten else text, end="" if rewritten else "\n", file=sys.stderr, flush=True)
+        if rewritten:
+            print(file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""Rank 0 says what compiles, and for how long already, where it takes long; else nobody says anything."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp.schedules import compiling as says
+from fddp.schedules.compiling import first_call
+
+ROWS = np.ones((8, 4), np.float32)
+PARAMS = {"first": np.ones((4, 3), np.float32), "second": np.ones(3, np.float32)}
+MODULE = import_module("fddp.schedules.compiling")  # a function of the room has its name
+
+
+def net(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"]) ** 2)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first word is said at once."""
+    monkeypatch.setattr(MODULE, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(MODULE, "NEXT_WORD_S", 0.001)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "staged"}, r"program \d of \d \((stage|update) \d\)"),
+        ({"schedule": "eager"}, r"program \d of \d \((stage|update) \d\)"),
+        ({"schedule": "after"}, r"and starting (backward|update)"),
+        ({"schedule": "staged", "virtual_replicas": 2}, r"and starting .*"),
+        ({"schedule": "fused"}, r"and starting the step"),
+    ],
+    ids=str,
+)
+def test_every_schedule_says_what_compiles(group, impatient, capsys, options: dict[str, Any], said: str):
+    step = fddp.train_step(net, optax.sgd(0.1), group=group(2), bucket_cap_mb=0, **options)
+    state, _ = step(step.init(PARAMS), ROWS)
+    lines = capsys.readouterr().err.splitlines()
+    found = [line for line in lines if re.fullmatch(rf"fddp: compiling {said}, \d+ s so far", line)]
+    assert found and len(found) >= len(lines) - 1  # the very first may come before the first program does
+    state, _ = step(state, ROWS)
+    jax.block_until_ready(state)
+    assert capsys.readouterr().err == ""
+
+
+def test_ten_seconds_pass_before_anything_is_said(monkeypatch, group):
+    waits = list[tuple[float, float]]()
+
+    @contextmanager
+    def noted(state: Any, first_s: float, next_s: float) -> Iterator[None]:
+        waits.append((first_s, next_s))
+        yield
+
+    monkeypatch.setattr(MODULE, "reports", noted)
+    with says(group(1), "the step"):
+        pass
+    assert waits == [(10.0, 30.0)]
+
+
+def test_rank_0_alone_says_so(group, impatient, capsys):
+    with says(replace(group(1), rank=1), "the step"):
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_the_compiler_is_the_error_and_the_next_call_compiles_again(group, impatient):
+    calls = list[int]()
+
+    def program(x: int) -> int:
+        calls.append(x)
+        if len(calls) == 1:
+            raise RuntimeError("out of memory while compiling")
+        return x
+
+    said = list[Any]()
+
+    @contextmanager
+    def noted(what: Any) -> Iterator[None]:
+        said.append(what)
+        with says(group(1), what):
+            yield
+
+    run = first_call(program, "the step", noted)
+    with pytest.raises(RuntimeError, match="out of memory while compiling"):
+        run(1)
+    assert [run(2), run(3)] == [2, 3]
+    assert said == ["and starting the step"] * 2
