@@ -12,7 +12,7 @@ Start: init, Group, mesh_group, mpi_group, round_robin, Communicator, alive, pre
 Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
 Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
-Data: samples, join, gather_rows
+Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
 Look inside: measure, Measurement, stats, Stats, tune, Tuning, Link, audit, Audit
@@ -42,6 +42,7 @@ from fddp.hooks import all_reduce as all_reduce
 from fddp.jaxpr import grad_order as grad_order
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
+from fddp.losses import Stacked as Stacked
 from fddp.losses import Weighted as Weighted
 from fddp.losses import mixed_precision as mixed_precision
 from fddp.optim import DynamicScaleState as DynamicScaleState

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
-import jax
 import numpy as np
 
 from fddp.comm import Group
-from fddp.losses import Joined
+from fddp.losses import Joined, count_rows
 from fddp.runtime import group_of
 
 EXHAUSTED: Any = object()
@@ -73,7 +72,7 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
             raise RuntimeError(f"join: rank {done} has run out of batches, and throw_on_early_termination is set.")
         last = last if mine is EXHAUSTED else mine
         leads = group.rank == np.argmax(active)
-        rows = _rows(last)
+        rows = count_rows(last)
         most = max(most, rows)
         # A rank without data counts with as many rows as it ever had, however few its last batch has.
         counted = 1.0 if mine is not EXHAUSTED else most / rows if divide_by_all and rows else 0.0
@@ -84,9 +83,3 @@ def _joined(batch: Any, rows: int, active: bool, counted: float, leads: bool) ->
     leading = np.zeros(rows, bool)
     leading[:1] = leads  # of a process's replicas the one with the first row
     return Joined(batch, np.full(rows, active, np.float32), np.full(rows, counted, np.float32), leading)
-
-
-def _rows(batch: Any) -> int:
-    """0 for what is no batch: the step says what is wrong with it."""
-    leaves = jax.tree.leaves(batch)
-    return np.shape(leaves[0])[0] if leaves and np.shape(leaves[0]) else 0

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
+from fddp.losses.batches import Undivided
+
 
 class Weighted(NamedTuple):
     """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number; so
@@ -27,9 +29,10 @@ class Joined(NamedTuple):
     """A batch that counts only in part: what `fddp.join` yields."""
 
     rows: Any
-    """The batch: a tree of arrays with equal first dims."""
+    """The batch, as a step takes it."""
     share: Float[ArrayLike, " rows"]
-    """How much each row adds to gradients and loss: 1, or 0 when its rank has run out of data."""
+    """How much each row (each batch that is taken as it is) adds to gradients and loss: 1, or 0 when its rank has run
+    out of data."""
     divisor: Float[ArrayLike, " rows"]
     """How much each row adds to what the sum is divided by."""
     leads: Bool[ArrayLike, " rows"] | None = None
@@ -59,6 +62,7 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
 
     A loss that tells no weight is a mean over its rows and weighs as many: ranks may bring different numbers of them.
     Rows are counted in units, of the first batch's rows say, so that in most steps the weight is 1 and costs no digit.
+    A batch that is taken as it is weighs 1.
 
     Args:
       loss_fn: `loss_fn(params, batch)`; called with `model_state=` or `rng=` where the state has them. Returns a loss,
@@ -71,6 +75,8 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
 
     def objective(params: Any, model_state: Any, rng: Any, batch: Any, unit: int | None = None) -> tuple[Array, Value]:
         batch, share, divisor, _ = batch if isinstance(batch, Joined) else Joined(batch, 1, 1)
+        rows = _rows(batch)  # 1, where a row is a whole batch
+        batch = jax.tree.map(lambda x: x[0], batch.rows) if isinstance(batch, Undivided) else batch
         extra = {"model_state": model_state, "rng": rng}
         value, aux = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None}), None
         if has_aux or model_state is not None:
@@ -78,8 +84,8 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if model_state is not None:
             given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
             _check_alike(given, model_state)
-        unit = 1 if isinstance(value, Weighted) else unit or _rows(batch)
-        value, weight = value if isinstance(value, Weighted) else (value, _rows(batch) / unit)
+        unit = 1 if isinstance(value, Weighted) else unit or rows
+        value, weight = value if isinstance(value, Weighted) else (value, rows / unit)
         loss = _exact(_scalar(value))
         weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
         share, divisor = (weight * jnp.mean(jnp.asarray(x, loss.dtype)) for x in (share, divisor))

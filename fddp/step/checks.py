@@ -5,14 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fddp.buckets import BucketPlan, is_shard
 from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
-from fddp.losses import Joined
+from fddp.losses import Joined, Stacked, count_rows, is_rows, lists_of_numbers, unlike
 from fddp.schedules import compiling
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
@@ -79,13 +78,21 @@ def check_params(plan: BucketPlan, params: Any) -> None:
 
 
 def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
-    """Says that a batch cannot be divided among replicas and micro-batches."""
-    rows = check_rows(batch)
+    """Says that a batch cannot be divided among replicas and micro-batches.
+
+    Args:
+      replica: what one replica does.
+      state: what a call was given.
+      batch: likewise, as programs take it, or as it was given where they cannot.
+
+    Raises:
+      ValueError: the message names the leaves, and says what to give.
+    """
+    rows = check_rows(batch, _divided(replica))
     if rows % replica.micro_batches or rows == 0:
         raise ValueError(
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
-            f"{replica.replicas // replica.group.processes} {'virtual ' * bool(replica.options.virtual_replicas)}"
-            f"replicas × {replica.options.accumulation_steps} micro-batches."
+            f"{_shares(replica)}."
         )
     if replica.options.virtual_replicas:
         check_slices(replica, state, batch, rows // replica.micro_batches)
@@ -98,11 +105,12 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
             )
 
 
-def check_rows(batch: Any) -> int:
+def check_rows(batch: Any, otherwise: str = "") -> int:
     """How many rows a batch has.
 
     Args:
-      batch: what a user gave.
+      batch: what a user gave, or a step takes.
+      otherwise: what to give in place of a batch that is no rows.
 
     Returns:
       The first dim of its arrays.
@@ -110,16 +118,53 @@ def check_rows(batch: Any) -> int:
     Raises:
       ValueError: there are no arrays, or they have unequally many rows.
     """
-    leaves = jax.tree.leaves(batch)
-    if not leaves:
+    inner = inner_batch(batch)
+    if isinstance(inner, Stacked):
+        wrong = unlike(inner.batches) or f"it holds {len(inner.batches)}"
+        raise ValueError(f"fddp.Stacked holds batches of equal forms, and {wrong}{otherwise}.")
+    check_filled(inner)
+    if not is_rows(inner):
+        got = shortened(described("", inner), ", ")
+        raise ValueError(f"the arrays of a batch must have equally many rows, got {got}{otherwise}.")
+    return count_rows(inner)
+
+
+def check_filled(batch: Any) -> None:
+    """Says that a batch holds nothing, or numbers in Python's lists.
+
+    Args:
+      batch: what a user gave.
+
+    Raises:
+      ValueError: the message says where.
+    """
+    if not jax.tree.leaves(batch):
         raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
-    counts = {np.shape(x)[:1] for x in leaves}
-    if len(counts) > 1 or () in counts:
-        refuse_lists(batch)
-        got = shortened(described("", batch), ", ")
-        raise ValueError(f"the arrays of a batch must have equally many rows, got {got}.")
-    ((rows,),) = counts
-    return rows
+    if found := lists_of_numbers(batch):
+        raise ValueError(
+            f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."
+        )
+
+
+def inner_batch(batch: Any) -> Any:
+    """A batch without what `fddp.join` says of it."""
+    return batch.rows if isinstance(batch, Joined) else batch
+
+
+def _divided(replica: Replica) -> str:
+    """What to give where batches that are no rows are to be divided."""
+    count = replica.micro_batches
+    if count == 1:
+        return ", as the first batch had: give rows each time, or fddp.Stacked([batch]) from the first one on"
+    stacked = f"fddp.Stacked of {count} batches of one form, one for each"
+    return f": this process has {_shares(replica)}; give rows, or {stacked}"
+
+
+def _shares(replica: Replica) -> str:
+    """Among what a batch is divided."""
+    virtual = "virtual " if replica.options.virtual_replicas else ""
+    count = replica.replicas // replica.group.processes
+    return f"{count} {virtual}replicas × {replica.options.accumulation_steps} micro-batches"
 
 
 def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> None:
@@ -177,20 +222,6 @@ def check_paths(plan: BucketPlan, new: Sequence[int]) -> None:
             f"this batch has other arrays than the first one, and with them the loss uses {names}, which it then had "
             "no path to, so that no bucket has a place for them; with skip_all_reduce_unused_params=True every step "
             "decides anew what is sent."
-        )
-
-
-def refuse_lists(batch: Any) -> None:
-    """Says where a batch has numbers in lists, each of which JAX takes for an array of its own."""
-    named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
-    found = [
-        jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
-        for path, x in named
-        if isinstance(x, list) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
-    ]
-    if found:
-        raise ValueError(
-            f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."
         )
 
 

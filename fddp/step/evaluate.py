@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, verify
 from fddp.jaxpr import refuse_deleted
-from fddp.losses import Weighted, check_callable
+from fddp.losses import Stacked, Weighted, check_callable, count_rows, is_rows
 from fddp.runtime import group_of
-from fddp.step.checks import check_rows, refuse_transformations
+from fddp.step.checks import check_filled, refuse_transformations
 from fddp.step.state import TrainState
 from fddp.step.whole import whole
 
@@ -38,7 +38,8 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
       state: a `TrainState`, of any step; or whatever is to stand in the place of its parameters: parameters that you
         keep yourself, a Flax module (`net.module(state)` of `from_nnx`). It is left as it is.
       batches: this process's batches; each a tree of arrays with equal first dims. If the rows of one can be dealt out
-        among this process's devices they are.
+        among this process's devices they are. Any other tree is taken as it is and counts as one row, and so does each
+        of `fddp.Stacked` ones.
       group: the replicas; None: those of `fddp.init()`.
 
     Returns:
@@ -99,7 +100,7 @@ def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches:
         )
     here, sums, flying = _alone(group), None, deque[Any]()
     params, model_state = _own(group, here, (params, model_state))
-    for batch in batches:
+    for batch in (one for some in batches for one in (some.batches if isinstance(some, Stacked) else [some])):
         group.journal.say(BETWEEN)
         flying.append(_measured(metric_fn, params, model_state, _dealt(group, here, batch)))
         # The host adds up what one batch gave while the next is computed.
@@ -130,7 +131,9 @@ def _own(group: Group, here: Placement, tree: Any) -> Any:
 def _dealt(group: Group, here: Placement, batch: Any) -> Any:
     """A batch on this process's devices: dealt out among its replicas, or whole on each where that cannot be."""
     replicas = group.size // group.processes
-    return here.place(batch, REPLICATED if check_rows(batch) % replicas else here.per_replica)
+    check_filled(batch)
+    dealt = is_rows(batch) and count_rows(batch) % replicas == 0
+    return here.place(batch, here.per_replica if dealt else REPLICATED)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -139,7 +142,7 @@ def _measured(metric_fn: Callable[..., Any], params: Any, model_state: Any, batc
     metrics = metric_fn(params, batch, **({} if model_state is None else {"model_state": model_state}))
     if not jax.tree.leaves(metrics):
         raise TypeError(f"metric_fn must return metrics, floats in a tree, got {metrics!r}.")
-    rows = jnp.shape(jax.tree.leaves(batch)[0])[0]
+    rows = count_rows(batch)
     return jax.tree_util.tree_map_with_path(partial(_weighted, rows), metrics, is_leaf=_is_weighted)
 
 

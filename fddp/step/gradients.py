@@ -89,8 +89,8 @@ def value_and_grad(
             raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
         state = state._replace(hook_state=hook_state)
         settled, given = ready(settled, replica, use, state, batch)
-        settled = compare(settled, given, batch)
-        result, _ = synchronize(settled, state, given, batch)
+        settled = compare(settled, given)
+        result, _ = synchronize(settled, state, given)
         return result
 
     return f

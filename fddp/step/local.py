@@ -44,8 +44,7 @@ from fddp.step.state import Mean, StepInfo, TrainState
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 GIVEN = ("state", "pending", "shards", "rows")
-# Weights of many steps, times changes of many steps, outgrow float16, and no dtype with the range of this one.
-RANGE = jnp.bfloat16
+RANGE = jnp.bfloat16  # weights of many steps times their changes outgrow float16, and no dtype of this range
 # A state as one replica sees it, what the step tells, and how much it has trained on.
 Trained = tuple[TrainState, Any, Array]
 

@@ -13,12 +13,12 @@ from fddp.losses import Sums
 from fddp.schedules import Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
-from fddp.step.settle import Settled, Use, admit, settle
+from fddp.step.settle import Settled, Use, admit, rows_of, settle
 from fddp.step.state import TrainState, opened, promised
 from fddp.step.whole import whole
 
-# What is equal on all replicas, pending, in shards, and remembered for each message: where programs take them.
-Given: TypeAlias = tuple[TrainState, Any, Any, Any]
+# What is equal on all replicas, pending, in shards, remembered for each message, and the rows: as programs take them.
+Given: TypeAlias = tuple[TrainState, Any, Any, Any, Any]
 
 
 def ready(
@@ -35,21 +35,22 @@ def ready(
       call: its name.
 
     Returns:
-      The settled step, and the state as its arguments.
+      The settled step, and state and batch as its arguments.
     """
     refuse_transformations()
     # Taken apart once: after a step of large arrays its leaves are far from the cache.
     given = opened(state) if settled and settled.runner.promises else state
     leaves, tree = jax.tree.flatten(given)
+    rows = rows_of(replica, batch, undivided=settled and settled.undivided)
     if settled is None:
         refuse_deleted(leaves)
-        settled = settle(replica, use, state, batch, call)
-        settled.runner.rehearse(*_of_one_replica(settled, state, batch))
-    settled = admit(settled, tree, state, batch)
-    return settled, _given(settled, given, leaves)
+        settled = settle(replica, use, state, rows, call)
+        settled.runner.rehearse(*_of_one_replica(settled, state, rows))
+    settled = admit(settled, tree, state, rows)
+    return settled, (*_given(settled, given, leaves), rows)
 
 
-def compare(settled: Settled, given: Given, batch: Any) -> Settled:
+def compare(settled: Settled, given: Given) -> Settled:
     """Compares what the ranks' programs send, once; keep what comes back before anything is run.
 
     A rank whose first run fails alone and is tried again would else compare alone, and wait for ever.
@@ -57,7 +58,6 @@ def compare(settled: Settled, given: Given, batch: Any) -> Settled:
     Args:
       settled: the step.
       given: its arguments.
-      batch: this process's rows.
 
     Returns:
       The step, which knows that all ranks send the same.
@@ -67,25 +67,24 @@ def compare(settled: Settled, given: Given, batch: Any) -> Settled:
     """
     group, lower = settled.replica.group, settled.runner.lower
     if not settled.compared and lower and group.processes > 1:
-        verify_collectives(group, lower(*given, batch))
+        verify_collectives(group, lower(*given))
     return settled if settled.compared else settled._replace(compared=True)
 
 
-def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[Any, Any]:
+def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any, Any]:
     """Gradients of all replicas' rows, averaged and used.
 
     Args:
       settled: the step.
       state: the state.
-      given: the state as its arguments.
-      batch: this process's rows.
+      given: its arguments.
 
     Returns:
       What `use` made of them, and the state of the hook, if there is one.
     """
     group, timeline = settled.replica.group, settled.runner.timeline
     with group.journal.step(group.processes), group.recovery:
-        result, shards, memory = settled.runner.run(*given, batch)
+        result, shards, memory = settled.runner.run(*given)
         if timeline:
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
@@ -97,10 +96,10 @@ def synchronize(settled: Settled, state: TrainState, given: Given, batch: Any) -
     return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
 
 
-def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) -> tuple[TrainState, Sums]:
+def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     placement = settled.replica.group.placement
-    replicated, pending, shards, _ = given
+    replicated, pending, shards, _, rows = given
     journal = settled.replica.group.journal
     journal.say("no_sync")
     if settled.replica.options.shard:
@@ -109,36 +108,36 @@ def accumulate(settled: Settled, state: TrainState, given: Given, batch: Any) ->
         replicated = replicated._replace(params=placement.place(params, REPLICATED))
     if settled.runner.promises:
         replicated = promised(replicated)
-    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(batch))
+    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     journal.adds(settled.replica.group.processes)
     return state._replace(accumulated=accumulated), means
 
 
-def lower(settled: Settled, given: Given, batch: Any) -> jax.stages.Lowered:
+def lower(settled: Settled, given: Given) -> jax.stages.Lowered:
     """The whole step as XLA gets it."""
     if settled.runner.lower is None:
         raise ValueError(
             "this step runs several programs; a step that can be lowered has schedule='fused' and no virtual_replicas."
         )
-    return settled.runner.lower(*given, batch)
+    return settled.runner.lower(*given)
 
 
-def tasks(settled: Settled, state: TrainState, batch: Any) -> TaskList:
+def tasks(settled: Settled, state: TrainState, given: Given) -> TaskList:
     """What a step with arguments of this form launches."""
-    return settled.runner.tasks(*_of_one_replica(settled, state, batch))
+    return settled.runner.tasks(*_of_one_replica(settled, state, given[-1]))
 
 
-def _of_one_replica(settled: Settled, state: TrainState, batch: Any) -> tuple[Any, Any, Any, Any]:
+def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any, Any, Any, Any]:
     """The arguments of a schedule as one replica has them: the state itself, and the forms of all else."""
     group = settled.replica.group
     replicated, shards = take_apart(state._replace(accumulated=None, hook_state=()))
     pending, shards = of_one_replica((state.accumulated, shards), group.placement.replicas_in_array)
-    return replicated, pending, shards, of_one_replica(batch, group.size // group.processes)
+    return replicated, pending, shards, of_one_replica(rows, group.size // group.processes)
 
 
-def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> Given:
+def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[TrainState, Any, Any, Any]:
     placement, hook = settled.replica.group.placement, settled.replica.options.hook
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state

@@ -18,9 +18,10 @@ from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
+from fddp.losses import Joined, Undivided, taken
 from fddp.optim import LocalState
 from fddp.schedules import Runner, Schedule, after, eager, fused, staged
-from fddp.step.checks import check_batch, check_memory, check_params, check_paths
+from fddp.step.checks import check_batch, check_memory, check_params, check_paths, inner_batch
 from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
@@ -57,6 +58,8 @@ class Settled(NamedTuple):
     """The form of what one replica holds of the state, with what is pending once something was."""
     fits: tuple[Any, ...] = ()
     """The forms of state and batch that were checked last: two, for one of no_sync and one of a step come in turns."""
+    undivided: bool = False
+    """Whether batches are taken as they are."""
     compared: bool = False
     """Whether the ranks' compiled programs are known to send the same."""
 
@@ -68,7 +71,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
       replica: what one replica does.
       use: what is done with averaged gradients.
       state: the first state.
-      batch: this process's rows.
+      batch: this process's rows, as programs take them.
       call: what the user called, to be compared.
 
     Returns:
@@ -143,6 +146,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
         held=held_form(group.placement, held),
+        undivided=isinstance(inner_batch(batch), Undivided),
     )
 
 
@@ -150,6 +154,22 @@ def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, 
     if not replica.local_steps:
         return replica.accumulate(state, pending, rows)
     return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
+
+
+def rows_of(replica: Replica, batch: Any, *, undivided: bool | None) -> Any:
+    """A batch as programs take it, with what `fddp.join` says of it.
+
+    Args:
+      replica: what one replica does.
+      batch: what a user gave.
+      undivided: whether the batches of a settled step are taken as they are; None: it is not settled.
+
+    Returns:
+      The batch; left as it is where it cannot be divided.
+    """
+    if isinstance(batch, Joined):
+        return batch._replace(rows=taken(batch.rows, replica.micro_batches, undivided=undivided))
+    return taken(batch, replica.micro_batches, undivided=undivided)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:

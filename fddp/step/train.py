@@ -42,8 +42,7 @@ class TrainStep:
         self._settled: Settled | None = None
         self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=100), Skips()
         """How many steps this object has run, when the last hundred computed and communicated, and which it skipped."""
-        self.sent: Any = None
-        """What the last of them sent: `StepInfo.sent`."""
+        self.sent: Any = None  # `StepInfo.sent` of the last of them
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
@@ -78,7 +77,7 @@ class TrainStep:
           state: from `init` or the last step; its memory is reused unless `donate=False`.
           batch: this process's rows: a tree of arrays with equal first dims, divisible by its replicas ×
             `accumulation_steps`. The first batch has equally many on all ranks; later ones need not: every row weighs
-            the same, unless the loss tells its weight (`fddp.Weighted`).
+            the same, unless the loss tells its weight (`fddp.Weighted`). Or `fddp.Stacked` trees of any arrays, or one.
 
         Returns:
           The next state; loss and metrics averaged over all rows.
@@ -89,10 +88,10 @@ class TrainStep:
           TypeError: called under a transformation, or the loss returns something else than promised.
         """
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
-        self._settled = settled = compare(self._settled, given, batch)
+        self._settled = settled = compare(self._settled, given)
         if not self.steps:  # what is due only now and then is tried before the first step
             self._check(state, 0)
-        (state, info), hook_state = synchronize(settled, state, given, batch)
+        (state, info), hook_state = synchronize(settled, state, given)
         self.steps, self.sent = self.steps + 1, info.sent
         chosen = lambda: settled.replica.chosen(whole_forms(state.params))  # noqa: E731
         self.skips.note(self.group, settled.plan, chosen, self.steps, info)
@@ -131,7 +130,7 @@ class TrainStep:
         """
         check_no_sync(self._replica)
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch, "no_sync")
-        state, means = accumulate(self._settled, state, given, batch)
+        state, means = accumulate(self._settled, state, given)
         return state, StepInfo(means.loss, means.aux)
 
     def timeline(self) -> Timeline:
@@ -175,7 +174,7 @@ class TrainStep:
           ValueError: the schedule runs several programs.
         """
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
-        return lower(self._settled, given, batch)
+        return lower(self._settled, given)
 
     def tasks(self, state: TrainState, batch: Any) -> TaskList:
         """What a step launches: what is computed, what is sent, and what each waits for.
@@ -187,8 +186,8 @@ class TrainStep:
         Returns:
           The list; `print(it)` is a table. Nothing is compiled or run.
         """
-        self._settled, _ = ready(self._settled, self._replica, self._use, state, batch)
-        return tasks(self._settled, state, batch)
+        self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
+        return tasks(self._settled, state, given)
 
     def on(self, group: Group) -> "TrainStep":
         """The same step for other replicas.

@@ -1,0 +1,118 @@
+"""A process's batch: rows that are divided among its replicas and micro-batches, or whole batches that are not.
+
+Arrays with equal first dims are rows. Anything else (a graph, a packed sequence, a constant beside the rows) is taken
+as it is where there is nothing to divide; where there is, it is given as one batch for each replica and micro-batch.
+Those are stacked: a row is then a whole batch, and every program divides them as it divides rows.
+
+Source: `stack_batches` in Levanter; the leading device dim of a `jax.pmap`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Stacked(NamedTuple):
+    """Batches that are taken as they are: one for each replica of this process and micro-batch, in turn.
+
+    Each may be any tree of arrays; all have equal shapes, so pad them. Each counts alike, unless the loss tells its
+    weight (`fddp.Weighted`).
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> loss = lambda w, graph: jnp.mean((w * graph["nodes"] - graph["scale"]) ** 2)
+      >>> step = fddp.train_step(loss, optax.sgd(0.5), accumulation_steps=2)
+      >>> graphs = [{"nodes": jnp.ones(3), "scale": float(k)} for k in range(2 * step.group.size)]
+      >>> state, info = step(step.init(jnp.zeros(())), fddp.Stacked(graphs))
+    """
+
+    batches: Sequence[Any]
+
+
+class Undivided(NamedTuple):
+    """Batches that are taken as they are, in the form in which programs take them."""
+
+    rows: Any
+    """The batches, stacked along a first dim."""
+
+
+def taken(batch: Any, count: int, *, undivided: bool | None = None) -> Any:
+    """A batch in the form in which programs take it; one that has no such form is left as it is.
+
+    Args:
+      batch: what a user gave.
+      count: replicas of this process × micro-batches.
+      undivided: whether earlier batches were taken as they are; None: this is the first one.
+
+    Returns:
+      A tree of rows, or a `Undivided`. What is neither cannot be divided, and `fddp.step.checks` says so.
+    """
+    if isinstance(batch, Stacked):
+        batches = list(batch.batches)
+        return _stacked(batches) if len(batches) == count and not unlike(batches) else batch
+    as_it_is = not is_rows(batch) if undivided is None else undivided
+    alone = as_it_is and count == 1 and jax.tree.leaves(batch) and not lists_of_numbers(batch)
+    return _stacked([batch]) if alone else batch
+
+
+def is_rows(batch: Any) -> bool:
+    """Whether all arrays of a batch have equally many rows."""
+    counts = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    return len(counts) == 1 and () not in counts
+
+
+def count_rows(batch: Any) -> int:
+    """How many rows a batch has: of `Stacked` batches each counts as one, and one that is no rows as one too."""
+    if isinstance(batch, Stacked):
+        return len(batch.batches)
+    leaves = jax.tree.leaves(batch)
+    return jnp.shape(leaves[0])[0] if leaves and is_rows(batch) else min(1, len(leaves))
+
+
+def lists_of_numbers(batch: Any) -> list[str]:
+    """Where a batch has numbers in Python's lists, each of which JAX takes for an array of its own."""
+    named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
+        for path, x in named
+        if isinstance(x, list) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+    ]
+
+
+def unlike(batches: Sequence[Any]) -> str:
+    """Says where batches that are to be stacked differ in form; "" where they do not.
+
+    Args:
+      batches: trees of arrays.
+
+    Returns:
+      The first leaf that differs, and how.
+    """
+    first = jax.tree_util.tree_leaves_with_path(batches[0]) if batches else []
+    for number, batch in enumerate(batches[1:], 1):
+        if jax.tree.structure(batch) != jax.tree.structure(batches[0]):
+            return f"batch {number} has the structure {jax.tree.structure(batch)}, batch 0 another"
+        for (path, x), y in zip(first, jax.tree.leaves(batch)):
+            if _form(x) != _form(y):
+                name = jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
+                return f"{name} is {_form(x)} in batch 0 and {_form(y)} in batch {number}"
+    return ""
+
+
+def _stacked(batches: Sequence[Any]) -> Undivided:
+    def stack(*leaves: Any) -> Any:
+        if isinstance(leaves[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
+        on_host = not any(isinstance(x, jax.Array) for x in leaves)
+        if len(leaves) == 1:
+            return (np.asarray(leaves[0]) if on_host else leaves[0])[None]
+        return np.stack(leaves) if on_host else jnp.stack(leaves)
+
+    return Undivided(jax.tree.map(stack, *batches))
+
+
+def _form(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
