@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,7 @@ def launch(
     *args: object,
     folder: Path,
     timeout_s: float,
+    worlds: Sequence[Mapping[str, str]] = (),
     **env: str,
 ) -> Outcome:
     """Runs a worker on so many ranks and waits for its end.
@@ -91,14 +92,17 @@ def launch(
       *args: its arguments.
       folder: empty folder for the ranks' output.
       timeout_s: seconds after which all processes are killed.
+      worlds: variables of each rank by which Gloo's find each other; none: those of fddp.
       **env: more environment variables.
 
     Returns:
       What became of it; also printed, for pytest shows what a failed test printed.
     """
     command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
-    start = _start_mpi if backend == "mpi" else _start_gloo
-    processes = start(size, command, folder, _environment() | env)
+    if backend == "mpi":
+        processes = _start_mpi(size, command, folder, _environment() | env)
+    else:
+        processes = _start_gloo(worlds or _worlds(size), command, folder, _environment() | env)
     _wait(processes, timeout_s)
     codes = tuple(process.poll() for process in processes)
     _kill(processes)
@@ -126,9 +130,15 @@ def _start_mpi(size: int, command: Sequence[str], folder: Path, env: dict[str, s
     return [_start([*mpiexec, *files, *command], folder / "mpiexec", env)]
 
 
-def _start_gloo(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
+def _worlds(size: int) -> list[dict[str, str]]:
     world = {"FDDP_SIZE": str(size), "FDDP_COORDINATOR": f"127.0.0.1:{free_port()}"}
-    return [_start(command, folder / str(rank), {"FDDP_RANK": str(rank), **world, **env}) for rank in range(size)]
+    return [{"FDDP_RANK": str(rank), **world} for rank in range(size)]
+
+
+def _start_gloo(
+    worlds: Sequence[Mapping[str, str]], command: Sequence[str], folder: Path, env: dict[str, str]
+) -> list[subprocess.Popen]:
+    return [_start(command, folder / str(rank), {**world, **env}) for rank, world in enumerate(worlds)]
 
 
 def _start(command: Sequence[str], output: Path, env: dict[str, str]) -> subprocess.Popen:

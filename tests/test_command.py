@@ -107,6 +107,30 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
     assert "FDDP_RANK given but not FDDP_SIZE" in printed and "backend mpi" in printed
 
 
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+            [
+                "rank 1 of 2, by torchrun's variables",
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500",
+                "node1:6",
+            ],
+        ),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, ["rank 0 of 2, by Flux", "set FDDP_COORDINATOR=host:port"]),
+        ({"JOB_COMPLETION_INDEX": "1"}, ["rank 0 of 1, by alone", "JOB_COMPLETION_INDEX=1 comes from an Indexed Job"]),
+    ],
+    ids=lambda case: next(iter(case)),
+)
+def test_doctor_tells_which_launcher_and_variables_it_read_and_where_rank_0_is_met(env, told, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert [words for words in told if words not in printed] == []
+
+
 def test_inside_a_slurm_job_doctor_and_init_speak_of_srun(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\n")

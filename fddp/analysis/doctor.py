@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
-from fddp.runtime import missing_compiler, missing_srun, read_launch, vendors
+from fddp.runtime import hints, missing_compiler, read_launch, spoken, vendors
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -46,6 +46,10 @@ def _findings() -> Iterator[Finding]:
         yield Finding(name, found or "missing", "" if found else f"pip install {name}")
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
+    said = spoken(os.environ)
+    yield Finding("launchers' variables", " ".join(f"{name}={value}" for name, value in said.items()) or "none")
+    if said:
+        yield _unless_it_fails("rank 0 is met at", _meeting)
     yield Finding("backend local", "ready: the devices of this process")
     yield Finding("backend gloo", "ready: CPUs of several processes")
     *found, vendor = _mpi()
@@ -77,7 +81,16 @@ def _devices() -> tuple[str, str]:
 
 def _launched() -> tuple[str, str]:
     launch = read_launch(os.environ)
-    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", missing_srun(launch, os.environ)
+    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", " ".join(hints(launch, os.environ))
+
+
+def _meeting() -> tuple[str, str]:
+    launch = read_launch(os.environ)
+    if launch.coordinator or launch.size == 1:
+        return launch.coordinator or "nowhere: there is no other", ""
+    if launch.by_mpi:
+        return "a place that is agreed on over MPI", ""
+    return "nowhere", "set FDDP_COORDINATOR=host:port of rank 0, equal on all ranks"
 
 
 def _bits() -> tuple[str, str]:

@@ -6,8 +6,9 @@ comm.
 
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
-from fddp.runtime.launchers import missing_srun as missing_srun
+from fddp.runtime.hints import hints as hints
 from fddp.runtime.launchers import read_launch as read_launch
+from fddp.runtime.launchers import spoken as spoken
 from fddp.runtime.loop import alive as alive
 from fddp.runtime.loop import preempted as preempted
 from fddp.runtime.world import group_of as group_of

@@ -1,49 +1,32 @@
-"""How this process was started: what mpirun, srun or the user's own variables say about its place in the world.
+"""How this process was started: what mpirun, srun, torchrun or variables say about its place in the world.
 
 One small function per launcher, each from an environment to a `Launch` or None; the first that knows wins. They only
-read: nothing here starts or connects anything.
+read: nothing here starts or connects anything. Launchers that name no place to meet are in `placeless.py`.
 """
 
 import os
 import re
+import socket
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from fddp.runtime.place import Launch, integer, integer_if_set, text
+from fddp.runtime.placeless import by_prrte, flux, mvapich, numbered, pals
 
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A process's place among those that were started together."""
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int | None = None
-    """Its number among the processes of its host; None if the launcher does not say."""
-    coordinator: str | None = None
-    """host:port at which rank 0 can be met; None if the launcher does not say."""
-    pmi: str | None = None
-    """What srun's --mpi says, 'pmi2' for one; None if it offers MPI nothing."""
-    local_size: int | None = None
-    """The number of processes on its host; None if the launcher does not say."""
-    pmi_fd: int | None = None
-    """The socket by which MPICH's mpiexec hears of it; None if there is none."""
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(f"{self.launcher} says this is rank {self.rank} of {self.size}; a rank lies in 0..size-1.")
-        if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
-            raise ValueError(
-                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port, as in 'node1:4711'."
-            )
-
-    @property
-    def by_mpi(self) -> bool:
-        """Whether an mpiexec started this process, so that MPI can be initialized."""
-        return self.launcher in ("Open MPI", "Hydra")
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+JAX_VARIABLES = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
+# What launchers say of a process's place.
+SPOKEN = re.compile(
+    r"FDDP_(RANK|SIZE|LOCAL_RANK|COORDINATOR)|RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_RUN_ID|JAX_(COORDINATOR_ADDRESS|NUM_PROCESSES|PROCESS_ID)|(OMPI|MV2)_COMM_WORLD_(LOCAL_)?(RANK|SIZE)"
+    r"|PMI_(RANK|SIZE)|MPI_LOCALN?RANK(S|ID)|PMIX_(RANK|NAMESPACE)|PALS_(LOCAL_)?(RANKID|SIZE)"
+    r"|FLUX_(TASK_RANK|JOB_SIZE|TASK_LOCAL_ID)|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_NODELIST|MPI_TYPE)"
+    r"|JOB_COMPLETION_INDEX"
+)
+PORTS = 2**12  # above those that Linux gives out by itself
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -53,9 +36,9 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       env: environment variables, as `os.environ`.
 
     Returns:
-      What the first of these says: `FDDP_RANK, FDDP_SIZE`; Open MPI; MPICH's Hydra (PMI); Slurm's srun, whatever its
-      --mpi. A process that nobody speaks of is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's
-      place.
+      What the first of these says: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux,
+      MVAPICH; Slurm's srun, whatever its --mpi; PALS; JAX's variables; torchrun's, set by somebody else. Where none
+      says anything the process is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's place.
 
     Raises:
       ValueError: variables are incomplete or contradict each other.
@@ -64,10 +47,28 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
       1
     """
-    found = (launcher(env) for launcher in (_explicit, _open_mpi, _hydra, _slurm, _nobody))
+    # Inner launchers first: srun starts those of the others, and with --mpi=cray_shasta it sets the variables of PALS.
+    started = (torchrun, _open_mpi, _hydra, flux, mvapich, _slurm, pals)
+    found = (launcher(env) for launcher in (_explicit, *started, jax_variables, torch_variables, _nobody))
     launch = next(launch for launch in found if launch is not None)
     # Whoever started the ranks: where they meet can be told beside it.
     return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
+
+
+def spoken(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of all known launchers that are set.
+
+    Args:
+      env: environment variables, as `os.environ`.
+
+    Returns:
+      Their names and values.
+
+    Example:
+      >>> spoken({"HOME": "/", "RANK": "1"})
+      {'RANK': '1'}
+    """
+    return {name: value for name, value in env.items() if SPOKEN.fullmatch(name)}
 
 
 def pmi_socket(launch: Launch) -> int | None:
@@ -85,42 +86,74 @@ def pmi_socket(launch: Launch) -> int | None:
     return None
 
 
-def missing_srun(launch: Launch, env: Mapping[str, str]) -> str:
-    """What to say where Slurm gave a job several tasks and its script is one process, as inside sbatch without srun.
+def worlds(processes: int) -> list[dict[str, str]]:
+    """The variables by which processes of this host find each other, as `read_launch` reads them.
 
     Args:
-      launch: how this process was started.
-      env: environment variables, as `os.environ`.
+      processes: how many.
 
     Returns:
-      A sentence, or '' where nothing is amiss.
-
-    Example:
-      >>> missing_srun(Launch("alone", 0, 1), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"})
-      'Slurm gave this job 2 tasks, but this is one process: start it with srun.'
+      The variables of each, in order of rank.
     """
-    # Slurm itself runs an interactive salloc's shell as a step of one task. srun says SLURM_NTASKS anew.
-    if "SLURM_JOB_ID" not in env or launch.size > 1 or launch.launcher not in ("alone", "Slurm"):
-        return ""
-    a_node = _integer(env, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in env else 1
-    nodes = _integer(env, "SLURM_NNODES") if "SLURM_NNODES" in env else 1
-    tasks = _integer(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else nodes * a_node
-    return f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun." if tasks > 1 else ""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        world = {"FDDP_SIZE": str(processes), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+    return [world | {"FDDP_RANK": str(rank), "FDDP_LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+### Variables of the user's own
 
 
 def _explicit(env: Mapping[str, str]) -> Launch | None:
     given = [name for name in FDDP_VARIABLES if name in env]
     if not given:
         return None
-    missing = [name for name in FDDP_VARIABLES if name not in env]
-    if missing:
+    number = "FDDP_RANK" if "FDDP_RANK" in env else numbered(env)
+    if "FDDP_SIZE" not in env or number is None:
+        missing = [name for name in FDDP_VARIABLES if name not in env]
         raise ValueError(f"{', '.join(given)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE.")
     return Launch(
-        "FDDP_* variables",
-        rank=_integer(env, "FDDP_RANK"),
-        size=_integer(env, "FDDP_SIZE"),
-        local_rank=_integer(env, "FDDP_LOCAL_RANK") if "FDDP_LOCAL_RANK" in env else None,
+        "FDDP_* variables" if number == "FDDP_RANK" else f"FDDP_SIZE and {number}",
+        rank=integer(env, number),
+        size=integer(env, "FDDP_SIZE"),
+        local_rank=integer_if_set(env, "FDDP_LOCAL_RANK"),
     )
+
+
+def jax_variables(env: Mapping[str, str]) -> Launch | None:
+    """The variables of JAX, as Kubeflow's Trainer sets them; all three or none count."""
+    if any(name not in env for name in JAX_VARIABLES):
+        return None
+    return Launch(
+        "JAX_* variables",
+        rank=integer(env, "JAX_PROCESS_ID"),
+        size=integer(env, "JAX_NUM_PROCESSES"),
+        coordinator=text(env, "JAX_COORDINATOR_ADDRESS"),
+    )
+
+
+def torch_variables(env: Mapping[str, str]) -> Launch | None:
+    """torchrun's variables, whoever has set them; a RANK that stands alone may be anything."""
+    if any(name not in env for name in TORCH_VARIABLES):
+        return None
+    # A store of torch's may hold MASTER_PORT.
+    port = _derived_port(integer(env, "MASTER_PORT") + 1)
+    return Launch(
+        "torchrun" if "TORCHELASTIC_RUN_ID" in env else "torchrun's variables",
+        rank=integer(env, "RANK"),
+        size=integer(env, "WORLD_SIZE"),
+        local_rank=integer_if_set(env, "LOCAL_RANK"),
+        coordinator=f"{text(env, 'MASTER_ADDR')}:{port}",
+        local_size=integer_if_set(env, "LOCAL_WORLD_SIZE"),
+    )
+
+
+### Launchers
+
+
+def torchrun(env: Mapping[str, str]) -> Launch | None:
+    """torchrun itself: srun or mpirun may have started it, and it these processes."""
+    return torch_variables(env) if "TORCHELASTIC_RUN_ID" in env else None
 
 
 def _open_mpi(env: Mapping[str, str]) -> Launch | None:
@@ -128,40 +161,42 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
         return None
     return Launch(
         "Open MPI",
-        rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
-        size=_integer(env, "OMPI_COMM_WORLD_SIZE"),
-        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=_integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE") if "OMPI_COMM_WORLD_LOCAL_SIZE" in env else None,
+        rank=integer(env, "OMPI_COMM_WORLD_RANK"),
+        size=integer(env, "OMPI_COMM_WORLD_SIZE"),
+        local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=integer_if_set(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
     )
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
-    # Tasks of srun --mpi=pmi2 have a PMI_RANK too. Only Hydra numbers the ranks of a host, and it does so inside a step
-    # of Slurm's as well: there it starts its proxies with srun.
-    if "PMI_RANK" not in env or ("SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env):
+    # Tasks of srun --mpi=pmi2, Flux and PALS have a PMI_RANK too. Only Hydra numbers the ranks of a host like this, and
+    # it does so inside a step of Slurm's as well: there it starts its proxies with srun.
+    others = any(name in env for name in ("SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"))
+    if "PMI_RANK" not in env or (others and "MPI_LOCALRANKID" not in env):
         return None
     return Launch(
         "Hydra",
-        rank=_integer(env, "PMI_RANK"),
-        size=_integer(env, "PMI_SIZE"),
-        local_rank=_integer(env, "MPI_LOCALRANKID") if "MPI_LOCALRANKID" in env else None,
-        local_size=_integer(env, "MPI_LOCALNRANKS") if "MPI_LOCALNRANKS" in env else None,
-        pmi_fd=_integer(env, "PMI_FD") if "PMI_FD" in env else None,
+        rank=integer(env, "PMI_RANK"),
+        size=integer(env, "PMI_SIZE"),
+        local_rank=integer_if_set(env, "MPI_LOCALRANKID"),
+        local_size=integer_if_set(env, "MPI_LOCALNRANKS"),
+        pmi_fd=integer_if_set(env, "PMI_FD"),
     )
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
     # The step's variables, not the job's: a script under sbatch without srun is one process, whatever the job holds.
-    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env:
+    # The step of prterun's own daemons says nothing of their ranks.
+    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or by_prrte(env):
         return None
     # Ports as JAX derives them: equal on all ranks of a job, different between jobs.
-    port = _integer(env, "SLURM_JOB_ID") % 2**12 + (65535 - 2**12 + 1)
+    port = _derived_port(integer(env, "SLURM_JOB_ID"))
     return Launch(
         "Slurm",
-        rank=_integer(env, "SLURM_PROCID"),
-        size=_integer(env, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_integer(env, "SLURM_LOCALID"),
-        coordinator=f"{_first_host(_text(env, 'SLURM_STEP_NODELIST'))}:{port}",
+        rank=integer(env, "SLURM_PROCID"),
+        size=integer(env, "SLURM_STEP_NUM_TASKS"),
+        local_rank=integer(env, "SLURM_LOCALID"),
+        coordinator=f"{_first_host(text(env, 'SLURM_STEP_NODELIST'))}:{port}",
         pmi=None if env.get("SLURM_MPI_TYPE") == "none" else env.get("SLURM_MPI_TYPE"),
     )
 
@@ -180,15 +215,5 @@ def _first_host(nodes: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
-    text = _text(env, name)
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} must be a whole number, got {text!r}.") from None
-
-
-def _text(env: Mapping[str, str], name: str) -> str:
-    if name not in env:
-        raise ValueError(f"{name} is not set, though the launcher's other variables are.")
-    return env[name]
+def _derived_port(number: int) -> int:
+    return 2**16 - PORTS + number % PORTS

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import IO, NamedTuple
 
+from fddp.runtime.launchers import worlds
 from fddp.runtime.vendors import launchers
 
 LOOK_S = 0.05
@@ -117,11 +118,11 @@ def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
 def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]) -> Ended:
     """Starts all ranks and waits for their end."""
     commands = [_by_mpiexec(job, hosts)] if job.mpiexec else [list(job.command)] * job.ranks
-    worlds = [{}] if job.mpiexec else _worlds(job.ranks)
+    variables = [{}] if job.mpiexec else worlds(job.ranks)
     processes = list[subprocess.Popen[bytes]]()
     prefixes = [""] if job.mpiexec or job.ranks == 1 else [f"[{rank}] " for rank in range(job.ranks)]
     try:
-        for command, world in zip(commands, worlds):
+        for command, world in zip(commands, variables):
             processes.append(_start(command, {**env, **world}))
         ending = threading.Event()
         readers = [one for process, prefix in zip(processes, prefixes) for one in _shown(process, prefix, ending)]
@@ -169,13 +170,6 @@ def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
     elif hosts:
         words += ["-hosts", ",".join(hosts), "-ppn", str(ranks // len(hosts))]
     return [*words, *job.command]
-
-
-def _worlds(ranks: int) -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {"FDDP_SIZE": str(ranks), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
-    return [world | {"FDDP_RANK": str(rank), "FDDP_LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:

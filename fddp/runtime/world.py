@@ -3,27 +3,20 @@
 Source: `torch.distributed.init_process_group`.
 """
 
-import atexit
 import importlib.util
 import os
-import re
-import socket
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from fddp.comm import Group, mesh_group, mpi_group, poll, replica_mesh
-from fddp.jax_internals import HEARTBEAT_S, coordination_client
-from fddp.runtime.abort import Ending, end_together
-from fddp.runtime.coordinator import start_coordinator, wait_for_all
-from fddp.runtime.launchers import Launch, missing_srun, pmi_socket, read_launch
-from fddp.runtime.rendezvous import meet
-from fddp.runtime.vendors import import_mpi4jax
-from fddp.runtime.watchdog import shared_journal, watched
+from fddp.comm import Group, mesh_group, replica_mesh
+from fddp.runtime.hints import hints
+from fddp.runtime.join_mpi import join_mpi, mpi_size
+from fddp.runtime.join_service import join_service
+from fddp.runtime.launchers import read_launch
+from fddp.runtime.place import Launch
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -46,7 +39,7 @@ def init(
     Args:
       backend: "nccl" (GPUs), "gloo" (CPUs), "mpi" (mpi4jax) or "local" (the devices of this process). None: nccl
         where there are GPUs and several processes; under mpirun mpi if mpi4jax is installed, else gloo; gloo for
-        other processes that were started together, by srun say; local for one.
+        other processes that were started together, by srun or torchrun say; local for one.
       rank: this process; with `size`, wins over what the launcher says.
       size: number of processes.
       coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
@@ -80,6 +73,9 @@ def init(
         )
     if not _started:
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
+        if backend != "local" and not jax.distributed.is_initialized():
+            for line in hints(launch, os.environ):
+                _say(launch, line)
         _started.append((request, _start(backend or _pick(launch), launch, timeout_s, stall_s)))
     return _started[0][1]
 
@@ -112,26 +108,22 @@ def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
         return "nccl" if jax.default_backend() != "cpu" else "gloo"
     if launch.size == 1:
-        _say(launch, missing_srun(launch, os.environ))
         return "local"
     if _has_gpus():
         return "nccl"
     if importlib.util.find_spec("mpi4jax") is None:
         return "gloo"
-    if launch.pmi:
+    if launch.may_be_mpi:
         # MPI_Init cannot be tried: an MPI that does not speak this PMI ends the process there (Open MPI without PMIx,
         # MPICH under PMIx), and MPICH's UCX sends Slurm's pmi2 longer lines than it reads.
-        _say(launch, f"srun --mpi={launch.pmi}: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there.")
+        launcher = f"srun --mpi={launch.pmi}" if launch.pmi else launch.launcher
+        _say(launch, f"{launcher}: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there.")
     if not launch.by_mpi:
         return "gloo"
-    if launch.coordinator and (size := _mpi_size()) != launch.size:  # ranks who know where to meet need no MPI
+    if launch.coordinator and (size := mpi_size()) != launch.size:  # ranks who know where to meet need no MPI
         _say(launch, f"{launch.launcher} says {launch.size} ranks, MPI {size}: backend 'gloo'.")
         return "gloo"
     return "mpi"
-
-
-def _mpi_size() -> int:
-    return importlib.import_module("mpi4py.MPI").COMM_WORLD.size
 
 
 def _say(launch: Launch, line: str) -> None:
@@ -150,108 +142,8 @@ def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None
     if backend == "local":
         return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
     if backend == "mpi":
-        return _start_mpi(launch, stall_s)
-    kept = (
-        [] if jax.distributed.is_initialized() or launch.size == 1 else _start_distributed(backend, launch, timeout_s)
-    )
-    if backend == "nccl" and jax.default_backend() == "cpu":
-        raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
-    rank, size = jax.process_index(), jax.process_count()
-    journal, file = shared_journal(size)
-    if size > 1:
-        end_together(rank, size, _service_ending(rank, size), journal)
-    group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
-    if size > 1:  # not sooner: who fails before the watchers are there would wait for days
-        atexit.register(wait_for_all)
-    return watched(group, file, stall_s, kept, pmi_socket(launch))
-
-
-def _start_mpi(launch: Launch, stall_s: float | None) -> Group:
-    # mpi4jax warns of every JAX newer than the one it was released with; ours is tested with it.
-    os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
-    missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f"backend 'mpi' needs {' and '.join(missing)}, not installed here: pip install 'fddp[mpi]', "
-            "or use backend 'gloo'."
-        )
-    comm = _mpi_world(launch, "use backend 'gloo'")
-    journal, file = shared_journal(comm.size)
-    if comm.size > 1:  # first of all, so that an error of all ranks is told in full by one of them
-        end_together(comm.rank, comm.size, _mpi_ending(comm.Clone()), journal)
-    import_mpi4jax()
-    _forget_shared_memory(comm)
-    return watched(replace(mpi_group(comm), journal=journal), file, stall_s, pmi_fd=pmi_socket(launch))
-
-
-def _forget_shared_memory(comm: Any) -> None:
-    """Takes MPICH's shared memory out of the file system; MPICH does so when it ends, and a killed job never."""
-    comm.Barrier()  # all ranks of this host have it now, and it is there until the last of them ends
-    with suppress(OSError):
-        for path in set(re.findall(r"/dev/shm/mpich_shm\S+", Path("/proc/self/maps").read_text())):
-            Path(path).unlink(missing_ok=True)
-
-
-def _mpi_world(launch: Launch, otherwise: str) -> Any:
-    """MPI's own world, which must be the one that the launcher speaks of; if it is not, what else to do."""
-    if launch.local_size == launch.size:
-        # Else MPICH's transport listens at the devices that other hosts reach, though all ranks are on this one.
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    from mpi4py import MPI  # it loads the MPI library that mpi4jax's extension then finds
-
-    comm = MPI.COMM_WORLD
-    if launch.launcher != "alone" and (comm.rank, comm.size) != (launch.rank, launch.size):
-        raise RuntimeError(
-            f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, MPI that it is rank {comm.rank} "
-            f"of {comm.size}: start it with the mpiexec of the MPI that mpi4py was built with "
-            f"({MPI.get_vendor()[0]}), or {otherwise}."
-        )
-    return comm
-
-
-def _start_distributed(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
-    """Joins the world of `jax.distributed`; files that rank 0 and its watcher hold as long as it lasts."""
-    if backend == "gloo":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    coordinator = launch.coordinator or _agree_on_coordinator(launch)
-    meet(launch.rank, launch.size, coordinator, timeout_s)
-    # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.
-    jax.config.update("jax_enable_preemption_service", False)
-    service = start_coordinator(coordinator, launch.rank, launch.size)
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            launch.size,
-            launch.rank,
-            local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
-            initialization_timeout=int(max(timeout_s, 1)),
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            coordinator_bind_address=service.bind,
-            # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
-            cluster_detection_method="deactivate" if backend == "gloo" else None,
-        )
-    except RuntimeError as error:
-        raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
-    return service.kept
-
-
-def _agree_on_coordinator(launch: Launch) -> str:
-    """Rank 0 picks a free port and tells the others over MPI."""
-    if not launch.by_mpi or importlib.util.find_spec("mpi4py") is None:
-        raise ValueError(
-            f"{launch.launcher} does not say where rank 0 is: give fddp.init(coordinator='host:port'), set "
-            "FDDP_COORDINATOR, or install mpi4py."
-        )
-    comm = _mpi_world(launch, "set FDDP_COORDINATOR=host:port")
-    host = socket.gethostname() if len(set(comm.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return comm.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
-
-
-def _own_gpu(local_rank: int) -> int:
-    """Which of the GPUs that this process sees is its own: the only one, where the launcher shows it no other."""
-    return 0 if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) else local_rank
+        return join_mpi(launch, stall_s)
+    return join_service(backend, launch, timeout_s, stall_s)
 
 
 def _with_arguments(launch: Launch, rank: int | None, size: int | None, coordinator: str | None) -> Launch:
@@ -260,38 +152,3 @@ def _with_arguments(launch: Launch, rank: int | None, size: int | None, coordina
     if rank is not None and size is not None:
         launch = Launch("fddp.init's arguments", rank, size, coordinator=launch.coordinator)
     return replace(launch, coordinator=coordinator or launch.coordinator)
-
-
-def _mpi_ending(comm: Any) -> Ending:
-    def all_failed(seconds: float) -> bool:
-        return poll(comm.Ibarrier().Test, seconds)
-
-    return Ending(tell=lambda message: None, all_failed=all_failed, cause=lambda: None, abort=lambda: comm.Abort(1))
-
-
-def _service_ending(rank: int, size: int) -> Ending:
-    # JAX has no public door to its coordination service, which every process of jax.distributed already talks to.
-    client = coordination_client()
-
-    def told(what: str) -> list[str]:
-        try:
-            return [message for _, message in client.key_value_dir_get(f"fddp/{what}/")]
-        except jax.errors.JaxRuntimeError:  # the service went down with rank 0
-            return []
-
-    def tell(message: str, what: str = "failed") -> None:
-        try:
-            client.key_value_set(f"fddp/{what}/{rank}", message, allow_overwrite=True)
-        except jax.errors.JaxRuntimeError:
-            return
-
-    def abort() -> None:
-        tell(next((message for message in told("failed") if message.startswith(f"rank {rank}:")), ""), "gone")
-        os._exit(1)
-
-    return Ending(
-        tell=tell,
-        all_failed=lambda seconds: poll(lambda: len(told("failed")) == size, seconds),
-        cause=lambda: next((message for message in told("gone") if message), None),
-        abort=abort,
-    )

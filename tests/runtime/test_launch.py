@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from fddp.runtime.abort import read_grace
-from fddp.runtime.launchers import Launch, missing_srun, pmi_socket, read_launch
+from fddp.runtime.hints import hints
+from fddp.runtime.launchers import pmi_socket, read_launch, spoken
+from fddp.runtime.place import Launch
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -53,6 +55,27 @@ OPEN_MPI_IN_SBATCH = SRUN | {
     "PMIX_RANK": "1",
 }
 MET = f"n1:{6 + 61440}"
+# As Slurm's plugin for Cray sets them too, on Perlmutter say.
+SRUN_CRAY = SRUN | {
+    "SLURM_MPI_TYPE": "cray_shasta",
+    "PALS_RANKID": "1",
+    "PALS_LOCAL_RANKID": "0",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_LOCAL_RANK": "0",
+}
+TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+# What torchrun of PyTorch 2.13 sets, as far as it is of interest.
+TORCHRUN = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+TORCH_MET = f"node1:{61440 + 29501 % 4096}"
+JAX = {"JAX_COORDINATOR_ADDRESS": "node1:4711", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1", "PMI_ID": "3"}
+# What prterun of PRRTE 3 sets; Open MPI's mpirun, which is made of it, adds its own.
+PRRTE = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-5003@1", "PRTE_LAUNCHED": "1"}
+INDEXED = {"JOB_COMPLETION_INDEX": "2"}
+PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +98,16 @@ MET = f"n1:{6 + 61440}"
         (HYDRA_IN_SBATCH, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
         (HYDRA_IN_SBATCH_PMI2, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
         (OPEN_MPI_IN_SBATCH, Launch("Open MPI", 1, 2, 0)),
+        (SRUN_CRAY, Launch("Slurm", 1, 2, 0, MET, "cray_shasta")),
+        (TORCHRUN, Launch("torchrun", 1, 2, 1, TORCH_MET, local_size=2)),
+        (TORCH, Launch("torchrun's variables", 1, 2, None, TORCH_MET)),
+        (JAX, Launch("JAX_* variables", 3, 4, None, "node1:4711")),
+        (PALS, Launch("PALS", 3, 4, 1)),
+        (FLUX, Launch("Flux", 3, 4, 1)),
+        (FLUX | {"MPI_LOCALRANKID": "0"}, Launch("Hydra", 3, 4, 0)),
+        (MVAPICH, Launch("MVAPICH", 3, 4, 1)),
+        (PRRTE | PLACE, Launch("FDDP_SIZE and PMIX_RANK", 1, 3, None, "train-0.train:4711")),
+        (INDEXED | PLACE, Launch("FDDP_SIZE and JOB_COMPLETION_INDEX", 2, 3, None, "train-0.train:4711")),
     ],
     ids=str,
 )
@@ -150,7 +183,7 @@ def test_a_script_under_sbatch_without_srun_is_alone():
 )
 def test_a_process_alone_in_a_job_of_several_tasks_is_told_of_srun(env, tasks):
     told = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
-    assert missing_srun(read_launch(env), env) == ("" if tasks is None else told)
+    assert hints(read_launch(env), env) == (() if tasks is None else (told,))
 
 
 def test_the_users_own_variables_win_then_the_innermost_launcher():
@@ -161,12 +194,82 @@ def test_the_users_own_variables_win_then_the_innermost_launcher():
     assert read_launch(SLURM | HYDRA).launcher == "Hydra"
 
 
+def test_torchrun_wins_over_what_has_started_it_and_variables_of_its_kind_over_nothing():
+    """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them may be anybody's."""
+    for outer in (SRUN, HYDRA, OPEN_MPI, FLUX, PALS, JAX):
+        assert read_launch(TORCHRUN | outer).launcher == "torchrun"
+        assert read_launch(TORCH | outer) == read_launch(outer)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "3"},
+        {"RANK": "first class", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "1", "MASTER_ADDR": "node1"},
+        {"JAX_COORDINATOR_ADDRESS": "node1:4711"},
+    ],
+    ids=str,
+)
+def test_a_rank_that_stands_alone_is_nobodys_and_nothing_is_said(env):
+    assert read_launch(env) == Launch("alone", 0, 1)
+    assert hints(read_launch(env), env) == ()
+
+
+@pytest.mark.parametrize("port", [1, 4711, 29500, 61439, 61440, 65535])
+def test_ranks_of_torchrun_meet_beside_its_own_store(port):
+    ranks = {read_launch(TORCHRUN | {"RANK": rank, "MASTER_PORT": str(port)}).coordinator for rank in "01"}
+    (met,) = ranks
+    assert met is not None and met.startswith("node1:")
+    assert int(met.rsplit(":", 1)[1]) != port and 61440 <= int(met.rsplit(":", 1)[1]) < 2**16
+
+
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        (PRRTE, ["PMIX_RANK=1", "FDDP_SIZE"]),
+        (INDEXED, ["JOB_COMPLETION_INDEX=2", "FDDP_SIZE", "FDDP_COORDINATOR"]),
+        ({"PALS_RANKID": "1"}, ["PALS_RANKID=1", "FDDP_SIZE"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "MASTER_ADDR, MASTER_PORT", "torchrun"]),
+        (TORCH | {"MASTER_PORT": None}, ["not MASTER_PORT"]),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS"]),
+    ],
+    ids=str,
+)
+def test_a_process_that_has_siblings_and_no_place_to_meet_says_so_in_one_line(env, names):
+    env = {name: value for name, value in env.items() if value is not None}
+    launch = read_launch(env)
+    assert launch == Launch("alone", 0, 1)
+    (line,) = hints(launch, env)
+    assert "trains alone" in line and "\n" not in line
+    assert [name for name in names if name not in line] == []
+
+
+def test_two_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_none():
+    for env in (OPEN_MPI | TORCH, HYDRA | JAX, SRUN | JAX, TORCHRUN | JAX, JAX | TORCH):
+        (line,) = hints(read_launch(env), env)
+        assert line.startswith(read_launch(env).launcher) and "the former counts" in line and "\n" not in line
+    agreeing = TORCH | {"RANK": "2", "WORLD_SIZE": "4"}
+    for env in (OPEN_MPI | agreeing, SRUN | TORCHRUN, OPEN_MPI | {"RANK": "x"}, EXPLICIT | TORCH, OPEN_MPI_IN_SBATCH):
+        assert hints(read_launch(env), env) == ()
+
+
+def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
+    known = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
+    said = spoken(known | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
+    assert said.items() <= known.items() and not {"HOME", "XRANK", "RANKS"} & set(said)
+    assert {"RANK", "MASTER_PORT", "JAX_PROCESS_ID", "PALS_RANKID", "FLUX_JOB_SIZE", "PMIX_RANK"} <= set(said)
+
+
 def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():
     assert read_launch(OPEN_MPI | {"FDDP_COORDINATOR": "a:1"}) == replace(read_launch(OPEN_MPI), coordinator="a:1")
 
 
 def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
     assert [read_launch(env).by_mpi for env in (OPEN_MPI, HYDRA, SLURM, EXPLICIT, {})] == [True, True] + [False] * 3
+    assert [read_launch(env).by_mpi for env in (PALS, FLUX, MVAPICH, TORCHRUN, JAX)] == [False] * 5
 
 
 @pytest.mark.parametrize(
@@ -188,6 +291,10 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
         (HYDRA | {"PMI_SIZE": "8.0"}, "PMI_SIZE must be a whole number, got '8.0'"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is not set"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST is not set"),
+        ({"FLUX_TASK_RANK": "0"}, "FLUX_JOB_SIZE is not set"),
+        (TORCHRUN | {"RANK": "2"}, "torchrun says this is rank 2 of 2"),
+        (TORCH | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "node1"}, "coordinator 'node1'; it must be host:port"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST must be a list of hosts, got ''"),
     ],
     ids=lambda case: case if isinstance(case, str) else "",

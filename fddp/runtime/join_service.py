@@ -1,0 +1,106 @@
+"""The world of `jax.distributed`, joined: processes that meet at a coordinator, over Gloo or NCCL."""
+
+import atexit
+import os
+import re
+from dataclasses import replace
+
+import jax
+
+from fddp.comm import Group, mesh_group, poll, replica_mesh
+from fddp.jax_internals import HEARTBEAT_S, coordination_client
+from fddp.runtime.abort import Ending, end_together
+from fddp.runtime.coordinator import start_coordinator, wait_for_all
+from fddp.runtime.join_mpi import agree_on_coordinator
+from fddp.runtime.launchers import pmi_socket
+from fddp.runtime.place import Launch
+from fddp.runtime.rendezvous import meet
+from fddp.runtime.watchdog import shared_journal, watched
+
+
+def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float | None) -> Group:
+    """Joins `jax.distributed`, or adopts the one that is there, and makes a group of all devices.
+
+    Args:
+      backend: "gloo" or "nccl".
+      launch: how this process was started.
+      timeout_s: as of `fddp.init`.
+      stall_s: as of `fddp.init`.
+
+    Returns:
+      The group, watched.
+
+    Raises:
+      RuntimeError: the others cannot be joined; says why.
+      ValueError: nobody says where to meet.
+    """
+    kept = () if jax.distributed.is_initialized() or launch.size == 1 else _join(backend, launch, timeout_s)
+    if backend == "nccl" and jax.default_backend() == "cpu":
+        raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
+    rank, size = jax.process_index(), jax.process_count()
+    journal, file = shared_journal(size)
+    if size > 1:
+        end_together(rank, size, _ending(rank, size), journal)
+    group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
+    if size > 1:  # not sooner: who fails before the watchers are there would wait for days
+        atexit.register(wait_for_all)
+    return watched(group, file, stall_s, kept, pmi_socket(launch))
+
+
+def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
+    """Starts `jax.distributed`; files that rank 0 and its watcher hold as long as it lasts."""
+    coordinator = launch.coordinator or agree_on_coordinator(launch)
+    meet(launch.rank, launch.size, coordinator, timeout_s)
+    if backend == "gloo":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.
+    jax.config.update("jax_enable_preemption_service", False)
+    service = start_coordinator(coordinator, launch.rank, launch.size)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            launch.size,
+            launch.rank,
+            local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
+            initialization_timeout=int(max(timeout_s, 1)),
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            coordinator_bind_address=service.bind,
+            # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
+            cluster_detection_method="deactivate" if backend == "gloo" else None,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
+    return service.kept
+
+
+def _own_gpu(local_rank: int) -> int:
+    """Which of the GPUs that this process sees is its own: the only one, where the launcher shows it no other."""
+    return 0 if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) else local_rank
+
+
+def _ending(rank: int, size: int) -> Ending:
+    # JAX has no public door to its coordination service, which every process of jax.distributed already talks to.
+    client = coordination_client()
+
+    def told(what: str) -> list[str]:
+        try:
+            return [message for _, message in client.key_value_dir_get(f"fddp/{what}/")]
+        except jax.errors.JaxRuntimeError:  # the service went down with rank 0
+            return []
+
+    def tell(message: str, what: str = "failed") -> None:
+        try:
+            client.key_value_set(f"fddp/{what}/{rank}", message, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError:
+            return
+
+    def abort() -> None:
+        tell(next((message for message in told("failed") if message.startswith(f"rank {rank}:")), ""), "gone")
+        os._exit(1)
+
+    return Ending(
+        tell=tell,
+        all_failed=lambda seconds: poll(lambda: len(told("failed")) == size, seconds),
+        cause=lambda: next((message for message in told("gone") if message), None),
+        abort=abort,
+    )

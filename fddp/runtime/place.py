@@ -1,0 +1,82 @@
+"""A process's place among those that were started together, and the environment variables it is read from."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process's place among those that were started together."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    """Its number among the processes of its host; None if the launcher does not say."""
+    coordinator: str | None = None
+    """host:port at which rank 0 can be met; None if the launcher does not say."""
+    pmi: str | None = None
+    """What srun's --mpi says, 'pmi2' for one; None if it offers MPI nothing."""
+    local_size: int | None = None
+    """The number of processes on its host; None if the launcher does not say."""
+    pmi_fd: int | None = None
+    """The socket by which MPICH's mpiexec hears of it; None if there is none."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"{self.launcher} says this is rank {self.rank} of {self.size}; a rank lies in 0..size-1.")
+        if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
+            raise ValueError(
+                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port, as in 'node1:4711'."
+            )
+
+    @property
+    def by_mpi(self) -> bool:
+        """Whether an mpiexec started this process, so that MPI can be initialized."""
+        return self.launcher in ("Open MPI", "Hydra")
+
+    @property
+    def may_be_mpi(self) -> bool:
+        """Whether its launcher starts programs of MPI as well; whether this MPI speaks its PMI nobody can ask."""
+        return self.launcher in ("Flux", "PALS", "MVAPICH") or self.pmi is not None
+
+
+def integer(env: Mapping[str, str], name: str) -> int:
+    """An environment variable that is a whole number.
+
+    Args:
+      env: environment variables, as `os.environ`.
+      name: of the variable.
+
+    Returns:
+      The number.
+
+    Raises:
+      ValueError: it is not set, or no whole number.
+    """
+    value = text(env, name)
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+
+
+def integer_if_set(env: Mapping[str, str], name: str) -> int | None:
+    """An environment variable that is a whole number, or None where it is not set.
+
+    Raises:
+      ValueError: it is no whole number.
+    """
+    return integer(env, name) if name in env else None
+
+
+def text(env: Mapping[str, str], name: str) -> str:
+    """An environment variable that must be there.
+
+    Raises:
+      ValueError: it is not set.
+    """
+    if name not in env:
+        raise ValueError(f"{name} is not set, though the launcher's other variables are.")
+    return env[name]
