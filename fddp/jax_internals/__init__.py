@@ -12,6 +12,7 @@ from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import with_configuration as with_configuration
 from fddp.jax_internals.configuration import without_jit as without_jit
+from fddp.jax_internals.processes import backends_started as backends_started
 from fddp.jax_internals.processes import coordination_client as coordination_client
 from fddp.jax_internals.processes import secured as secured
 from fddp.jax_internals.profiles import Event as Event

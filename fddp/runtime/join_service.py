@@ -3,12 +3,13 @@
 import atexit
 import os
 import re
+import sys
 from dataclasses import replace
 
 import jax
 
 from fddp.comm import Group, mesh_group, poll, replica_mesh
-from fddp.jax_internals import HEARTBEAT_S, coordination_client
+from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.join_mpi import agree_on_coordinator
@@ -16,6 +17,11 @@ from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch
 from fddp.runtime.rendezvous import meet
 from fddp.runtime.watchdog import shared_journal, watched
+
+LATE = (
+    "JAX had started before fddp.init was called (an array was made, a function ran, or jax.devices() was called), and "
+    "joins no other processes after that: call fddp.init() before it, first of all in the script"
+)
 
 
 def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float | None) -> Group:
@@ -49,8 +55,11 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
 
 def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     """Starts `jax.distributed`; files that rank 0 and its watcher hold as long as it lasts."""
+    late = LATE if backends_started() else ""
+    if late:  # before it waits for anybody
+        print(f"fddp: rank {launch.rank} of {launch.size}: {late}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
-    meet(launch.rank, launch.size, coordinator, timeout_s)
+    meet(launch.rank, launch.size, coordinator, timeout_s, late)
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.

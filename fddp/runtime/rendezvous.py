@@ -17,36 +17,43 @@ from fddp.comm import reports
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
 RETRY_S = 0.2
 ATTEMPT_S = 5.0
+TELL_S = 10.0  # so long a rank that cannot join tells the others so
+ANOTHER = "name another port on all ranks: FDDP_COORDINATOR=host:port"
+HEARD = 1024  # bytes of a call
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GO, STOP = b"go\n", b"stop: "
 
 
-def meet(rank: int, size: int, coordinator: str, timeout_s: float) -> None:
+def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str = "") -> None:
     """Waits until all ranks have reached rank 0, and says on stderr whom it waits for and why.
+
+    A rank that cannot join tells the others, so that nobody waits for it in vain and all raise the same error.
 
     Args:
       rank: this process.
       size: number of processes.
       coordinator: host:port at which rank 0 can be met.
       timeout_s: seconds to wait.
+      problem: why this rank cannot join the others; '': it can.
 
     Raises:
-      RuntimeError: not all have come in time, or the processes do not belong together.
+      RuntimeError: not all have come in time, or the processes do not belong together, or one of them cannot join.
     """
     host, port = coordinator.rsplit(":", 1)
     place = (host.strip("[]"), int(port))
-    end = time.monotonic() + timeout_s
+    seconds = min(timeout_s, TELL_S) if problem else timeout_s
+    end = time.monotonic() + seconds
     why = ["no answer yet"]  # the latest, for the thread that reports
     says = partial(reports, first_s=FIRST_WORD_S, next_s=NEXT_WORD_S)
     if rank:
         with says(lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {why[0]}"):
-            problem = _call(rank, size, place, timeout_s, why)
+            found = _call(rank, size, place, seconds, why, problem)
     else:
         came: Guests = {}
         with says(lambda: f"rank 0 waits at {coordinator}: {_missing(came, size) or why[0]}"):
-            problem = _receive(came, size, place, end, why)
-    if problem:
-        raise RuntimeError(f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: {problem}.")
+            found = _receive(came, size, place, end, why, problem)
+    if found:
+        raise RuntimeError(f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: {found}.")
 
 
 ### Rank 0
@@ -55,10 +62,11 @@ Guests = dict[socket.socket, int]
 """The ranks who have come, by the connections that they hold."""
 
 
-def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: list[str]) -> str | None:
+def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: list[str], own: str) -> str | None:
     """Lets the others in until all have come; then tells each to go, or what is wrong."""
     try:
-        problem = _open(came, size, place, end) or _resolve(place, end, why)
+        found = _open(came, size, place, end)
+        problem = f"rank 0: {own}" if own else found or _resolve(place, end, why)
         for guest in came:
             _tell(guest, STOP + f"{problem}\n".encode() if problem else GO)
         return problem
@@ -71,14 +79,15 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
     try:
         door = _listen(*place)
     except OSError as error:
-        return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); name another port"
-    problem, callers = None, set[socket.socket]()  # who has not said anything yet
+        return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); {ANOTHER}"
+    problem: str | None = None
+    callers = set[socket.socket]()  # who has not said anything yet
     with closing(door), selectors.DefaultSelector() as watch:
         watch.register(door, selectors.EVENT_READ)
-        while len(came) < size - 1 and not problem:
+        while len(came) < size - 1:
             left = end - time.monotonic()
             if left <= 0:
-                problem = f"{_missing(came, size)} in time"
+                problem = problem or f"{_missing(came, size)} in time"
                 break
             for key, _ in watch.select(left):
                 if key.fileobj is door:
@@ -86,7 +95,10 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
                     callers.add(caller)
                     watch.register(caller, selectors.EVENT_READ)
                 elif isinstance(caller := key.fileobj, socket.socket):
-                    problem = _hear(caller, came, size) or problem
+                    found = _hear(caller, came, size)
+                    if found and not problem:
+                        problem = found
+                        end = min(end, time.monotonic() + TELL_S)  # who comes later is to hear of it too
                     callers.discard(caller)
                     if caller not in came:
                         watch.unregister(caller)
@@ -100,7 +112,7 @@ def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
     """Notes who has called. Ranks call once: one that is heard again has left. A stranger is no problem."""
     came.pop(caller, None)
     try:
-        called = re.fullmatch(rb"fddp: rank (\d+) of (\d+)\n", caller.recv(64))
+        called = re.fullmatch(rb"fddp: rank (\d+) of (\d+)(?:: (.+))?\n", caller.recv(HEARD))
     except OSError:
         called = None
     if called is None:
@@ -110,7 +122,9 @@ def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
     came[caller] = rank
     if its_size != size:
         return f"rank 0 says that there are {size} processes, rank {rank} that there are {its_size}"
-    return f"two processes say that they are rank {rank}" if double else None
+    if double:
+        return f"two processes say that they are rank {rank}"
+    return f"rank {rank}: {called[3].decode(errors='replace')}" if called[3] else None
 
 
 def _missing(came: Guests, size: int) -> str:
@@ -159,13 +173,13 @@ def _tell(guest: socket.socket, message: bytes) -> None:
 ### The other ranks
 
 
-def _call(rank: int, size: int, place: tuple[str, int], timeout_s: float, why: list[str]) -> str | None:
+def _call(rank: int, size: int, place: tuple[str, int], timeout_s: float, why: list[str], problem: str) -> str | None:
     """Calls rank 0 until it answers; what is wrong, or None."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(place, min(left, ATTEMPT_S)) as door:
-                door.sendall(f"fddp: rank {rank} of {size}\n".encode())
+                door.sendall(f"fddp: rank {rank} of {size}{problem and f': {problem}'}\n".encode())
                 why[0] = "it is there, and waits for others"
                 # Rank 0 was there before, so its time is over before this.
                 door.settimeout(timeout_s + ATTEMPT_S)
@@ -179,7 +193,7 @@ def _call(rank: int, size: int, place: tuple[str, int], timeout_s: float, why: l
                 return answer.removeprefix(STOP).decode().strip()
             why[0] = "what answers there is not rank 0 of this job" if answer else "it was there and has left"
         time.sleep(RETRY_S)
-    return f"rank {rank} of {size} has not reached rank 0 in time: {why[0]}"
+    return f"rank {rank}: {problem}" if problem else f"rank {rank} of {size} has not reached rank 0 in time: {why[0]}"
 
 
 def _reason(error: OSError, place: tuple[str, int]) -> str:

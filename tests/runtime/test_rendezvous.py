@@ -49,6 +49,30 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
     )
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
+    coordinator, told = here(), dict[int, str]()
+
+    def come(rank: int) -> None:
+        with pytest.raises(RuntimeError) as error:
+            meet(rank, 3, coordinator, 300, "it came too late" * (rank == late))
+        told[rank] = str(error.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(come, range(3)))
+    why = f"rank {late}: it came too late."
+    assert told == dict.fromkeys(
+        range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {why}"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.5)
+    with pytest.raises(RuntimeError, match=f"rank {rank}: it came too late"):
+        meet(rank, 2, here(), 1e6, "it came too late")
+
+
 @pytest.mark.parametrize(
     ("host", "why"),
     [
@@ -91,7 +115,8 @@ def test_processes_that_do_not_belong_together_are_told_apart(ranks, problem):
 def test_a_port_that_is_taken_is_an_error_at_once():
     with socket.create_server(("", 0)) as taken:
         (told,) = outcomes([(0, 2)], f"127.0.0.1:{taken.getsockname()[1]}", 60)
-    assert told.endswith(": rank 0 cannot listen there (Address already in use); name another port.")
+    why = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
+    assert told.endswith(f": {why}: FDDP_COORDINATOR=host:port.")
 
 
 def test_strangers_and_ranks_that_leave_again_do_not_count():
