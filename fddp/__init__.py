@@ -53,6 +53,7 @@ from fddp.runtime import alive as alive
 from fddp.runtime import expect_no_gpu as expect_no_gpu
 from fddp.runtime import init as init
 from fddp.runtime import preempted as preempted
+from fddp.runtime import shutdown as shutdown
 from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState

@@ -13,3 +13,4 @@ from fddp.runtime.loop import alive as alive
 from fddp.runtime.loop import preempted as preempted
 from fddp.runtime.world import group_of as group_of
 from fddp.runtime.world import init as init
+from fddp.runtime.world import shutdown as shutdown

@@ -1,14 +1,17 @@
-"""The world of `jax.distributed`, joined: processes that meet at a coordinator, over Gloo or NCCL."""
+"""The world of `jax.distributed`, joined and left: processes that meet at a coordinator, over Gloo or NCCL."""
 
 import atexit
 import os
 import re
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import jax
 
-from fddp.comm import Group, mesh_group, poll, replica_mesh
+from fddp.comm import Group, Journal, mesh_group, poll, replica_mesh
 from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
@@ -17,6 +20,7 @@ from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch
 from fddp.runtime.rendezvous import meet
 from fddp.runtime.watchdog import shared_journal, watched
+from fddp.runtime.watcher.rank import LEFT
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or jax.devices() was called), and "
@@ -24,7 +28,7 @@ LATE = (
 )
 
 
-def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float | None) -> Group:
+def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
     """Joins `jax.distributed`, or adopts the one that is there, and makes a group of all devices.
 
     Args:
@@ -32,6 +36,7 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
       launch: how this process was started.
       timeout_s: as of `fddp.init`.
       stall_s: as of `fddp.init`.
+      undo: gets what is to be done when this process leaves the world.
 
     Returns:
       The group, watched.
@@ -40,17 +45,35 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
       RuntimeError: the others cannot be joined; says why.
       ValueError: nobody says where to meet.
     """
-    kept = () if jax.distributed.is_initialized() or launch.size == 1 else _join(backend, launch, timeout_s)
+    adopted = jax.distributed.is_initialized()
+    kept = () if adopted or launch.size == 1 else _join(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
     rank, size = jax.process_index(), jax.process_count()
     journal, file = shared_journal(size)
+    before = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
     group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
     if size > 1:  # not sooner: who fails before the watchers are there would wait for days
         atexit.register(wait_for_all)
+        undo.callback(_leave, kept, journal, before, adopted)
     return watched(group, file, stall_s, kept, pmi_socket(launch))
+
+
+def _leave(kept: Sequence[int], journal: Journal, before: Any, adopted: bool) -> None:
+    """Waits until all leave, and goes on alone: what becomes of the others is nothing to this process any more."""
+    wait_for_all()
+    atexit.unregister(wait_for_all)
+    try:
+        if not adopted:
+            jax.distributed.shutdown()
+    finally:
+        # The watcher of rank 0 stays until the others have gone: it holds the service that their JAX talks to.
+        journal.say(LEFT)
+        sys.excepthook = before
+        for file in kept:
+            os.close(file)
 
 
 def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from fddp.comm import BETWEEN
-from fddp.runtime.world import init
+from fddp.runtime.world import init, on_leaving
 
 # What SIGTERM did before `preempted` took it over, once it has.
 _before: list[Any] = []
@@ -41,4 +41,5 @@ def preempted() -> bool:
     journal = init().journal
     if not _before:
         _before.append(signal.signal(signal.SIGTERM, lambda *_: journal.ask_to_stop()))
+        on_leaving(lambda: signal.signal(signal.SIGTERM, _before.pop() or signal.SIG_DFL))
     return journal.stops()

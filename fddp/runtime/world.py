@@ -1,4 +1,4 @@
-"""The world this process lives in: joined once, at the start of a script.
+"""The world this process lives in: joined once, at the start of a script, and left at its end or before.
 
 Source: `torch.distributed.init_process_group`.
 """
@@ -6,8 +6,11 @@ Source: `torch.distributed.init_process_group`.
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -53,7 +56,7 @@ def init(
 
     Raises:
       ValueError: unknown backend, contradicting ranks, or called again with other arguments.
-      RuntimeError: the backend cannot be started here.
+      RuntimeError: the backend cannot be started here, or JAX has computed before and joins nobody any more.
 
     Example:
       >>> import fddp
@@ -66,18 +69,60 @@ def init(
         if seconds is not None and not seconds > 0:
             raise ValueError(f"{name} must be more than 0 seconds, got {seconds}.")
     request = (backend, rank, size, coordinator)
-    if _started and request not in ((None,) * 4, _started[0][0]):
+    if _started and request not in ((None,) * 4, _started[0].request):
         raise ValueError(
-            f"fddp.init was called before with (backend, rank, size, coordinator) = {_started[0][0]} and now with "
+            f"fddp.init was called before with (backend, rank, size, coordinator) = {_started[0].request} and now with "
             f"{request}; a process joins one world: keep the first group, or cut it with group.subgroup."
         )
     if not _started:
+        undo = ExitStack()
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
         if backend != "local" and not jax.distributed.is_initialized():
             for line in hints(launch, os.environ):
                 _say(launch, line)
-        _started.append((request, _start(backend or _pick(launch), launch, timeout_s, stall_s)))
-    return _started[0][1]
+        group = _start(backend or _pick(launch), launch, timeout_s, stall_s, undo)
+        _started.append(World(request, group, undo))
+    return _started[0].group
+
+
+def shutdown() -> None:
+    """Leaves the world that `init` has joined; every rank calls it, and waits until all have.
+
+    Afterwards this process is on its own: it computes on its own devices, may take any time, and ends or fails without
+    the others. The group is of no use any more; arrays of this process's devices are. A rank that comes to the end of
+    its script counts as one that calls this.
+
+    With one process `init` may be called again. JAX joins other processes once in a process's life, so after a world of
+    several only `fddp.init("local")` is possible. Does nothing where nothing was joined.
+
+    Raises:
+      RuntimeError: the backend is "mpi": MPI is joined and left once, and mpiexec ends all ranks if one fails later.
+
+    Example:
+      >>> import fddp
+      >>> group = fddp.init()
+      >>> fddp.shutdown()
+
+    Source: `torch.distributed.destroy_process_group`.
+    """
+    if not _started:
+        return
+    if _started[0].group.backend == "mpi" and _started[0].group.processes > 1:
+        raise RuntimeError(
+            "fddp.shutdown: backend 'mpi' is left when the process ends, for mpiexec ends all ranks if one of them "
+            "fails, and MPI starts once in a process; end the script, or take fddp.init('gloo')."
+        )
+    _started.pop().undo.close()
+
+
+def on_leaving(undo: Callable[[], object]) -> None:
+    """Has `shutdown` call this, before it waits for the others.
+
+    Args:
+      undo: what is to be done.
+    """
+    init()
+    _started[0].undo.callback(undo)
 
 
 def group_of(call: str, group: Group | None) -> Group:
@@ -100,8 +145,18 @@ def group_of(call: str, group: Group | None) -> Group:
     return init() if group is None else group
 
 
-# The process's world, as MPI_Init and jax.distributed know it: started once, never changed.
-_started: list[tuple[tuple, Group]] = []
+class World(NamedTuple):
+    """What was joined."""
+
+    request: tuple
+    """The arguments of `init`."""
+    group: Group
+    undo: ExitStack
+    """What is to be done to leave it."""
+
+
+# The process's world, as MPI_Init and jax.distributed know it.
+_started: list[World] = []
 
 
 def _pick(launch: Launch) -> str:
@@ -138,12 +193,12 @@ def _has_gpus() -> bool:
     return plugins and Path("/dev/nvidiactl").exists() and (not platforms or "cuda" in platforms or "gpu" in platforms)
 
 
-def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None) -> Group:
+def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
     if backend == "local":
         return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
     if backend == "mpi":
         return join_mpi(launch, stall_s)
-    return join_service(backend, launch, timeout_s, stall_s)
+    return join_service(backend, launch, timeout_s, stall_s, undo)
 
 
 def _with_arguments(launch: Launch, rank: int | None, size: int | None, coordinator: str | None) -> Launch:

@@ -64,6 +64,10 @@ def main(job: dict[str, Any]) -> None:
                 reports[line["rank"]] = line | {"heard": now, "gone": gone}
         own = reports[rank] = read() | {"gone": died(), "heard": now}
         ears = ears[: bool(door)] if own["gone"] else ears
+        if own["left"]:
+            if rank or not links:
+                return None
+            continue
         all_here = len(reports) == job["size"] or now > born + LAST_S
         if rank:
             found = judge_alone(own, max(spoke.values(), default=born), now, job["stall_s"], met=bool(spoke))

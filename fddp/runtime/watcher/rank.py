@@ -16,6 +16,8 @@ from typing import Any
 
 from .links import EVERY_S
 
+LEFT = "left the world"  # what a rank writes down that goes on alone
+
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Makes a function that reads what the rank wrote down."""
@@ -40,6 +42,7 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
             "place": text(job["place"]) if still > lifeless + EVERY_S else "",  # where it has been since it moved last
             "doing": text(job["doing"]),
             "done": text(job["doing"]) in job["done"],
+            "left": text(job["doing"]) == LEFT,
             "sending": text(job["sending"]),
             "stopped": stopped(job["parent"]),
             "told": bool(memory[job["stopping"]]),
