@@ -52,6 +52,7 @@ from fddp.optim import local_steps as local_steps
 from fddp.runtime import alive as alive
 from fddp.runtime import expect_no_gpu as expect_no_gpu
 from fddp.runtime import init as init
+from fddp.runtime import launch as launch
 from fddp.runtime import preempted as preempted
 from fddp.runtime import shutdown as shutdown
 from fddp.step import Options as Options

@@ -75,16 +75,28 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return interrupted()
-        # Where another rank has died, what a transport says of it here is not the cause, and the watchers know that.
-        if isinstance(error, jax.errors.JaxRuntimeError) or re.search(
-            r"\b(Gloo|NCCL|MPI)", f"{kind.__module__} {error}"
-        ):
-            journal.say("after an error")
-            if poll(lambda: journal.verdict().end, VERDICT_S):
-                leave()
+        if follows_another(error, journal):
+            leave()
         return end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
 
     sys.excepthook = on_exception
+
+
+def follows_another(error: BaseException, journal: Journal) -> bool:
+    """Whether an error is what a transport says where another rank has died: not the cause, and the watchers know it.
+
+    Args:
+      error: what was raised on this rank.
+      journal: in which its watcher writes why the job ends.
+
+    Returns:
+      Whether the watchers end the job; waits some seconds for it if the error is a transport's.
+    """
+    said = f"{type(error).__module__} {error}"
+    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.search(r"\b(Gloo|NCCL|MPI)", said):
+        return False
+    journal.say("after an error")
+    return poll(lambda: journal.verdict().end, VERDICT_S)
 
 
 def read_grace(env: Mapping[str, str]) -> float:

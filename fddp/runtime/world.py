@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Group, mesh_group, replica_mesh
+from fddp.comm import FAILED, Group, mesh_group, replica_mesh
+from fddp.runtime.abort import follows_another
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service
@@ -143,6 +144,24 @@ def group_of(call: str, group: Group | None) -> Group:
             f"fddp.{call}: group must be a fddp.Group, from fddp.init() or fddp.mesh_group say, got {group!r}."
         )
     return init() if group is None else group
+
+
+def fails(error: BaseException) -> bool:
+    """Notes that this rank fails, so that the watchers name it and none of those that are ended with it.
+
+    Args:
+      error: what was raised.
+
+    Returns:
+      False if it only follows from another rank's end.
+    """
+    if not _started:
+        return True
+    journal = _started[0].group.journal
+    if follows_another(error, journal):
+        return False
+    journal.say(FAILED)
+    return True
 
 
 class World(NamedTuple):
