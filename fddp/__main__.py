@@ -64,7 +64,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--min", type=int, default=1, dest="least", help="not with fewer ranks than this (default 1)")
     told = "mpiexec, or processes of our own that meet over Gloo or NCCL (default: what is there)"
     parser.add_argument("--by", choices=("mpiexec", "processes"), help=told)
-    parser.add_argument("command", nargs="+", help="after --: the script and its arguments, python train.py say")
+    parser.add_argument("-m", action="store_true", dest="module", help="what is run is a module, as of python -m")
+    told = "a script of Python's and its arguments, train.py say; or after --: any command, python train.py say"
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=told)
     parser.set_defaults(run=run_run)
 
 
@@ -74,7 +76,19 @@ def run_run(chosen: argparse.Namespace) -> int:
     if chosen.by == "mpiexec" and program is None:
         raise ValueError("--by mpiexec: there is none here; install the extra 'mpi', or take --by processes.")
     hosts = [host for host in chosen.hosts.split(",") if host]
-    return supervise(Job(chosen.command, chosen.ranks, hosts, chosen.restarts, chosen.least, program))
+    command = read_command(chosen.command, module=chosen.module)
+    return supervise(Job(command, chosen.ranks, hosts, chosen.restarts, chosen.least, program))
+
+
+def read_command(words: Sequence[str], *, module: bool) -> list[str]:
+    """The command that each rank runs: a script or a module is started by this Python, and shows its lines at once."""
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if not words:
+        raise ValueError("run: what? Give a script, train.py say, or after -- a command, python train.py say.")
+    python = [sys.executable, "-u"]
+    if module:
+        return [*python, "-m", *words]
+    return [*python, *words] if words[0].endswith(".py") else words
 
 
 ### plan: which gradient travels in which bucket

@@ -46,6 +46,20 @@ def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFi
     assert sorted(err.splitlines()) == ["[0] 2", "[1] 2"]
 
 
+def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(tmp_path: Path):
+    """torchrun's form; the words after the script are its own, those of `run` included."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.executable, *sys.argv[1:])")
+    shown = [f"[{rank}] {sys.executable} --restarts 2 -n 3" for rank in range(2)]
+    by = ("-n", "2", "--by", "processes")
+    for words in ([str(script)], ["--", sys.executable, str(script)], ["-m", "script"]):
+        done = run(*by, *words, "--restarts", "2", "-n", "3", PYTHONPATH=f"{ENV['PYTHONPATH']}{os.pathsep}{tmp_path}")
+        assert (done.returncode, sorted(done.stdout.splitlines())) == (0, shown)
+    assert run(*by, "echo", "as it is").stdout == "[0] as it is\n[1] as it is\n"
+    nothing = run(*by)
+    assert nothing.returncode == 2 and "run: what? Give a script, train.py say" in nothing.stderr
+
+
 def test_one_rank_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]):
     assert ends(capfd, "print('out')", ranks=1) == (0, "out\n", "")
 
