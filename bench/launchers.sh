@@ -1,10 +1,10 @@
 #!/bin/bash
 # Every launcher, for real: sudo bash bench/launchers.sh FOLDER, or sudo PYTHON=python3.12 bash bench/launchers.sh FOLDER
 # With NAME behind it only launchers in whose name that stands: … FOLDER "on two hosts"
-# Runs the README's first script and models/train.py under Slurm (two nodes on this machine), Open MPI, MPICH, by hand,
-# and on two hosts that are network namespaces. Prints a table: the launcher and its version, MPI, Python and JAX, what
+# Runs the README's first script and models/train.py under Slurm (two nodes on this machine), Open MPI, MPICH, torchrun,
+# PRRTE, by hand, with the variables of launchers that are not here, and on two hosts that are network namespaces. Prints a table: the launcher and its version, MPI, Python and JAX, what
 # fddp found (rank of size, backend), how the two scripts ended, and what fddp said.
-# Debian's packages stay; all else is seen by this script alone and ends with it. FOLDER keeps three environments of
+# Debian's packages stay; all else is seen by this script alone and ends with it. FOLDER keeps five environments of
 # $PYTHON for the next time, and what every run said, in FOLDER/logs.
 set -u
 # In mounts of its own /etc/hosts, munge's socket and the network namespaces are nobody else's.
@@ -37,6 +37,9 @@ environment openmpi "MPI4JAX_BUILD_MPICC=$(command -v mpicc.openmpi) pip install
 # Debian's libmpi.so is Open MPI's where both are installed, and mpi4py's wheel would take that one.
 environment mpich "CFLAGS=-O0 MPICC=mpicc.mpich MPI4JAX_BUILD_MPICC=$(command -v mpicc.mpich) \
     pip install --no-cache-dir --no-binary mpi4py '.[train]' mpi4py mpi4jax"
+# Launchers alone: what they start runs in the first environment.
+environment torch "pip install torch"
+environment prrte "pip install openmpi" # Open MPI 5, whose mpirun is PRRTE's prterun
 for name in wheel openmpi mpich; do # the code as it is now: a copy, not this checkout
     (cd "$ROOT" && "$FOLDER/$name/bin/python" -m pip install -q --no-deps --force-reinstall .) || exit 1
 done
@@ -106,6 +109,8 @@ launcher_version() { # NAME: of the launcher of that name
         "Open MPI"*) said=$(mpirun.openmpi --version) ;;
         "Debian MPICH"*) said=$(mpiexec.mpich --version) ;;
         "the wheel"*) said=$("$WHEEL" --version) ;;
+        "torchrun -"*) said=$("$FOLDER/torch/bin/python" -c 'import torch; print(torch.__version__)') ;;
+        "prterun"*) said=$("$FOLDER/prrte/bin/python" -c 'import importlib.metadata as m; print(m.version("openmpi"))') ;;
     esac
     grep -oE '[0-9]+\.[0-9]+\.[0-9]+' <<<"${said:-}" | head -1
 }
@@ -138,6 +143,14 @@ FDDP_RANK=1 "$@" &
 FDDP_RANK=0 "$@"; status=$?
 wait $! && exit $status
 SCRIPT
+# Variables, in which %r is the rank, then -- and a command line: two ranks with a launcher's variables.
+cat >"$FOLDER/with_variables" <<'SCRIPT'
+#!/bin/bash
+said=(); while [ "$1" != -- ]; do said+=("$1"); shift; done; shift
+env "${said[@]//%r/1}" "$@" &
+env "${said[@]//%r/0}" "$@"; status=$?
+wait $! && exit $status
+SCRIPT
 # ENVIRONMENT [--gloo], then a command line: a rank on each of two namespaces, under the mpiexec beside its Python.
 cat >"$FOLDER/on_two_hosts" <<SCRIPT
 #!/bin/bash
@@ -146,7 +159,7 @@ options=(); [ "\$1" = --gloo ] && { options=(--gloo); shift; }
 exec "\$python" "$ROOT/bench/two_hosts.py" "\${options[@]}" -- "\$@"
 SCRIPT
 printf '#!/bin/sh\nexec mpiexec.mpich "$@"\n' >"$FOLDER/mpich/bin/mpiexec"
-chmod +x "$FOLDER"/{batch,by_hand,on_two_hosts} "$FOLDER/mpich/bin/mpiexec"; PATH=$PATH:$FOLDER
+chmod +x "$FOLDER"/{batch,by_hand,with_variables,on_two_hosts} "$FOLDER/mpich/bin/mpiexec"; PATH=$PATH:$FOLDER
 WHEEL=$FOLDER/wheel/bin/mpiexec
 
 echo '| launcher | version | MPI | Python, JAX | fddp found | first script | models/train.py | fddp said |'
@@ -170,6 +183,21 @@ try mpich "Debian MPICH's mpiexec -n 2 in sbatch" batch mpiexec.mpich -n 2
 try wheel "the wheel's mpiexec -n 2 in sbatch" batch "$WHEEL" -n 2
 try wheel "python -m fddp run -n 2" "$FOLDER/wheel/bin/python" -m fddp run -n 2 --
 try wheel "FDDP_\* by hand" by_hand
+try wheel "torchrun --nproc-per-node 2" "$FOLDER/torch/bin/torchrun" --nproc-per-node 2 --no-python
+PRTERUN=("$FOLDER/prrte/bin/prterun" --allow-run-as-root --map-by :OVERSUBSCRIBE -n 2) MEET=FDDP_COORDINATOR=127.0.0.1:47
+try wheel "prterun -n 2" "${PRTERUN[@]}" # each rank trains alone, and says so
+try wheel "prterun -n 2, with FDDP_SIZE" env FDDP_SIZE=2 "${MEET}12" "${PRTERUN[@]}"
+try wheel "torchrun's variables" with_variables RANK=%r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=4713 --
+try wheel "JAX's variables" with_variables JAX_PROCESS_ID=%r JAX_NUM_PROCESSES=2 JAX_COORDINATOR_ADDRESS=127.0.0.1:4714 --
+FLUX=(FLUX_TASK_RANK=%r FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=%r PMI_RANK=%r PMI_SIZE=2)
+try wheel "Flux's variables" with_variables "${FLUX[@]}" -- # an error that says what is missing
+try wheel "Flux's variables, with a place to meet" with_variables "${FLUX[@]}" "${MEET}15" --
+PALS=(PALS_RANKID=%r PALS_LOCAL_RANKID=%r PMI_RANK=%r PMI_SIZE=2)
+try wheel "PALS's variables, with a place to meet" with_variables "${PALS[@]}" "${MEET}16" --
+MVAPICH=(MV2_COMM_WORLD_RANK=%r MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=%r)
+try wheel "MVAPICH's variables, with a place to meet" with_variables "${MVAPICH[@]}" "${MEET}17" --
+try wheel "an Indexed Job's variable" with_variables JOB_COMPLETION_INDEX=%r -- # as under prterun
+try wheel "an Indexed Job's variable, with FDDP_SIZE" with_variables JOB_COMPLETION_INDEX=%r FDDP_SIZE=2 "${MEET}18" --
 try wheel "FDDP_\* by hand, on two hosts" on_two_hosts wheel --gloo
 try wheel "the wheel's mpiexec -hosts, on two hosts" on_two_hosts wheel
 try mpich "Debian MPICH's mpiexec -hosts, on two hosts" on_two_hosts mpich

@@ -44,9 +44,10 @@ def run(script: str, size: int, folder: Path) -> list[str]:
 
 
 def run_here(script: str, folder: Path) -> None:
-    (folder / "script.py").write_text(script)
+    path = folder / "script.py"
+    path.write_text(script)
     with chdir(folder):
-        runpy.run_path("script.py")
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def side(sign: str, change: str = THREE_LINES) -> str:
