@@ -80,7 +80,6 @@ def launch(
     *args: object,
     folder: Path,
     timeout_s: float,
-    worlds: Sequence[Mapping[str, str]] = (),
     **env: str,
 ) -> Outcome:
     """Runs a worker on so many ranks and waits for its end.
@@ -92,17 +91,41 @@ def launch(
       *args: its arguments.
       folder: empty folder for the ranks' output.
       timeout_s: seconds after which all processes are killed.
-      worlds: variables of each rank by which Gloo's find each other; none: those of fddp.
       **env: more environment variables.
 
     Returns:
       What became of it; also printed, for pytest shows what a failed test printed.
     """
     command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
+    env = _environment() | env
     if backend == "mpi":
-        processes = _start_mpi(size, command, folder, _environment() | env)
+        processes = _start_mpi(size, command, folder, env)
     else:
-        processes = _start_gloo(worlds or _worlds(size), command, folder, _environment() | env)
+        processes = _start_gloo(_worlds(size), command, folder, env)
+    return _outcome(backend, size, processes, folder, timeout_s)
+
+
+def launch_with(
+    worlds: Sequence[Mapping[str, str]], script: str, *args: object, folder: Path, timeout_s: float
+) -> Outcome:
+    """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some other launcher.
+
+    Args:
+      worlds: the variables of each rank.
+      script: file in tests/workers.
+      *args: its arguments.
+      folder: empty folder for the ranks' output.
+      timeout_s: seconds after which all processes are killed.
+
+    Returns:
+      What became of it.
+    """
+    command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
+    processes = _start_gloo(worlds, command, folder, _environment())
+    return _outcome("gloo", len(worlds), processes, folder, timeout_s)
+
+
+def _outcome(backend: str, size: int, processes: Sequence[subprocess.Popen], folder: Path, timeout_s: float) -> Outcome:
     _wait(processes, timeout_s)
     codes = tuple(process.poll() for process in processes)
     _kill(processes)

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import Outcome, free_port, launch
+from processes import Outcome, free_port, launch, launch_with
 
 import fddp
 
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.ranks
 LATE = "JAX had started before fddp.init was called"
 
 
-def gloo(folder: Path, *words: str, **options: object) -> Outcome:
-    return launch("gloo", 2, "doors.py", *words, folder=folder, timeout_s=120, **options)  # pyright: ignore
+def gloo(folder: Path, *words: str) -> Outcome:
+    return launch("gloo", 2, "doors.py", *words, folder=folder, timeout_s=120)
 
 
 def torchrun(rank: int, port: int) -> dict[str, str]:
@@ -39,7 +39,8 @@ def flux(rank: int, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("variables", [torchrun, jax_variables, job_of_kubernetes, flux])
 def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(variables, tmp_path: Path):
     port = free_port()
-    ended = gloo(tmp_path, "step", worlds=[variables(rank, port) for rank in range(2)])
+    worlds = [variables(rank, port) for rank in range(2)]
+    ended = launch_with(worlds, "doors.py", "step", folder=tmp_path, timeout_s=120)
     assert ended.succeeded
     for rank, text in enumerate(ended.outputs):  # the mean of (0 - 0)² and (2 - 0)²
         assert f"rank {rank} of 2 over gloo: 2.0" in text
@@ -47,7 +48,7 @@ def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(variables, tm
 
 def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_path: Path):
     worlds = [{name: value for name, value in flux(rank, 1).items() if name != "FDDP_COORDINATOR"} for rank in range(2)]
-    ended = gloo(tmp_path, "step", worlds=worlds)
+    ended = launch_with(worlds, "doors.py", "step", folder=tmp_path, timeout_s=120)
     assert ended.codes == (1, 1)
     for text in ended.outputs:
         assert "Flux does not say where rank 0 is: set FDDP_COORDINATOR=host:port" in text
