@@ -8,7 +8,7 @@
 
 `help(fddp.train_step)` tells more of a name.
 
-Start: init, Group, mesh_group, mpi_group, round_robin, Communicator, alive, preempted
+Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, preempted
 Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
 Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState

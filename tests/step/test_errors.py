@@ -56,7 +56,7 @@ BATCHES = [
     ((np.ones(8), 0.5), r"equally many rows, got 0 float64\[8\], 1 float"),
     (
         [np.ones(k) for k in range(40)],
-        r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 micro-batches; give rows, or fddp",
+        r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 micro-batches; give",
     ),
     (None, "the batch is empty: got None"),
     ({}, "the batch is empty: got {}"),
