@@ -15,7 +15,7 @@ Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: measure, Measurement, stats, Stats, tune, Tuning, Link, audit, Audit
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Link, audit, Audit
 """
 
 from importlib import import_module
@@ -67,6 +67,8 @@ from fddp.step import whole as whole
 if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit as Audit
     from fddp.analysis.auditing.report import audit as audit
+    from fddp.analysis.mean_over_rows import Checked as Checked
+    from fddp.analysis.mean_over_rows import check as check
     from fddp.analysis.measurement import Measurement as Measurement
     from fddp.analysis.measurement import measure as measure
     from fddp.analysis.statistics import Stats as Stats
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
 # Loaded when they are used: observers, and what needs Flax or Orbax.
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
+    **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
     **dict.fromkeys(("Measurement", "measure"), "fddp.analysis.measurement"),
     **dict.fromkeys(("Stats", "stats"), "fddp.analysis.statistics"),
     "Link": "fddp.analysis.tuning.link",

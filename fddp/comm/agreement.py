@@ -21,7 +21,12 @@ if TYPE_CHECKING:  # a group compares, too
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
 
 
-def verify(group: "Group", what: str, describe: Callable[[], Iterable[str]]) -> None:
+BESIDE = 16  # bytes that each rank may tell beside what is compared
+
+
+def verify(
+    group: "Group", what: str, describe: Callable[[], Iterable[str]], beside: Callable[[], bytes] = bytes
+) -> list[bytes]:
     """Compares a description on all ranks, and fails on all of them where it differs or cannot be given.
 
     Only messages of fixed size are sent before the descriptions are known to have one length.
@@ -30,6 +35,10 @@ def verify(group: "Group", what: str, describe: Callable[[], Iterable[str]]) -> 
       group: who compares.
       what: what is described, for the message: "parameters", say.
       describe: this rank's description, line by line; may raise what is wrong with this rank's input.
+      beside: at most `BESIDE` bytes that travel with it and may differ; asked for only if the description was given.
+
+    Returns:
+      What each rank told beside it, filled up with zeros, in order of rank.
 
     Raises:
       ValueError: the descriptions differ; the message says where, by rank.
@@ -39,14 +48,17 @@ def verify(group: "Group", what: str, describe: Callable[[], Iterable[str]]) -> 
     group.recovery.resume()
     try:
         lines, failure = list(describe()), None
+        told = beside()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         lines, failure = [f"{type(error).__name__}: {error}"], error
+        told = b""
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
-    digests = group.all_gather(np.frombuffer(sha256(text).digest(), np.uint8))
-    if np.all(digests == digests[0]):
+    mine = sha256(text).digest() + told.ljust(BESIDE, b"\0")
+    every = [row.tobytes() for row in group.all_gather(np.frombuffer(mine, np.uint8))]
+    if len({row[:-BESIDE] for row in every}) == 1:
         if failure is not None:
             raise failure
-        return
+        return [row[-BESIDE:] for row in every]
     raise _disagreement(what, [json.loads(report) for report in gather_bytes(group, text)]) from failure
 
 

@@ -26,6 +26,7 @@ from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.runner import runner_of
+from fddp.step.same_rows import digest, tell_same_rows
 from fddp.step.shards import check_state, held_form
 from fddp.step.state import Mean, TrainState
 from fddp.step.virtual import check_order
@@ -114,7 +115,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
             *described("loss and aux", told),
         ]
 
-    verify(group, "batch or loss", describe)
+    tell_same_rows(group, verify(group, "batch or loss", describe, partial(digest, inner_batch(batch))))
     ((order, uses, reach, schedule, told),) = found
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.

@@ -1,5 +1,7 @@
 """Ranks that differ, or of which one fails, all raise the same error: it names what differs and each rank's value."""
 
+import contextlib
+import io
 from typing import Any
 
 import jax
@@ -272,3 +274,17 @@ def collectives_of_the_loss_that_only_some_ranks_have_are_told_before_they_hang(
     message = the_same(group, error_of(lambda: step(state, np.ones((4, 2), np.float32))))
     assert "compiled collectives" in message
     assert_each_rank(group, message, "collectives: 1", "collectives: 3")
+
+
+@claim()
+def ranks_that_read_the_same_rows_are_told_so_once(group: fddp.Group):
+    mine = np.random.default_rng(group.rank).normal(size=(4, 3)).astype(np.float32)
+    same = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    for rows, told in ((mine, False), (same, group.rank == 0)):
+        step, words = fddp.train_step(loss, optax.sgd(0.1), group=group), io.StringIO()
+        state = step.init({"a": jnp.zeros(3)})
+        with contextlib.redirect_stderr(words):
+            for _ in range(2):
+                state, _ = step(state, rows)
+        ranks = ", ".join(map(str, range(group.size)))
+        assert words.getvalue().count(f"ranks {ranks} bring the same first rows") == told, words.getvalue()

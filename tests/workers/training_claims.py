@@ -480,14 +480,15 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
 @claim(sizes=(3, 4))
 def shards_of_a_subgroup_are_put_together_by_its_ranks(group: fddp.Group):
     ranks = [0, 1] if group.rank < 2 else list(range(2, group.size))
+    if len(ranks) == 1:
+        return
     pair = group.subgroup(ranks)
     step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.adam(0.1), group=pair, shard="state")
     first = np.arange(5, dtype=np.float32) + ranks[0]
     state = step.init(first)
     np.testing.assert_array_equal(fddp.whole(state.params), first)
     np.testing.assert_array_equal(fddp.whole(state, group=pair).params, first)
-    if pair.size < group.size:
-        assert "the group is another" in error_of(lambda: fddp.whole(state, group=group))
+    assert "the group is another" in error_of(lambda: fddp.whole(state, group=group))
 
 
 @claim()

@@ -1,0 +1,116 @@
+"""Losses that are no mean over their rows are told apart from those that are, before a training: `fddp.check`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fddp
+
+ROWS = 16
+DRAW = np.random.default_rng(0)
+BATCH = {"x": DRAW.normal(size=(ROWS, 4)).astype(np.float32), "adv": DRAW.normal(size=ROWS).astype(np.float32)}
+W = np.full(4, 0.5, np.float32)
+
+
+def masked(b: Any) -> Any:
+    return b["adv"] > 0
+
+
+def normalized(w: Any, b: Any) -> Any:
+    adv = (b["adv"] - b["adv"].mean()) / (b["adv"].std() + 1e-8)
+    return -jnp.mean(adv * jnp.tanh(b["x"] @ w))
+
+
+def contrast(w: Any, b: Any) -> Any:
+    z = jnp.tanh(b["x"] * w)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
+
+
+def contrast_with_all(w: Any, b: Any) -> Any:
+    z = jnp.tanh(b["x"] * w)
+    every = jax.lax.all_gather(z, "replica", tiled=True)
+    mine = jax.lax.axis_index("replica") * len(z) + jnp.arange(len(z))
+    return -jnp.mean(jax.nn.log_softmax(z @ every.T)[jnp.arange(len(z)), mine])
+
+
+def normalized_over_all(w: Any, b: Any) -> Any:
+    mean = jax.lax.pmean(b["adv"].mean(), "replica")
+    std = jnp.sqrt(jax.lax.pmean(jnp.mean((b["adv"] - mean) ** 2), "replica"))
+    return -jnp.mean((b["adv"] - mean) / (std + 1e-8) * jnp.tanh(b["x"] @ w))
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "mean": (lambda w, b: jnp.mean((b["x"] @ w) ** 2), True),
+    "weighted by its mask": (
+        lambda w, b: fddp.Weighted(jnp.sum((b["x"] @ w) ** 2 * masked(b)) / masked(b).sum(), masked(b).sum()),
+        True,
+    ),
+    "normalized over all": (normalized_over_all, True),
+    "contrast with all": (contrast_with_all, True),
+    "sum": (lambda w, b: jnp.sum((b["x"] @ w) ** 2), False),
+    "masked mean": (lambda w, b: jnp.sum((b["x"] @ w) ** 2 * masked(b)) / masked(b).sum(), False),
+    "normalized": (normalized, False),
+    "contrast": (contrast, False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_replicas_compute_is_what_the_check_foretells(group: Callable[[int], fddp.Group], name: str):
+    """The truth: the gradient of a step on one replica and on four."""
+    loss_fn, equal = LOSSES[name]
+    grads = [fddp.value_and_grad(loss_fn, group=group(n))(W, BATCH)[1] for n in (1, 4)]
+    assert np.allclose(grads[0], grads[1], atol=1e-5) == equal
+    assert fddp.check(loss_fn, W, BATCH).equal == equal
+
+
+def test_a_sum_is_named_and_other_causes_are_listed():
+    found = fddp.check(LOSSES["sum"][0], W, BATCH)
+    assert found.factor == pytest.approx(2) and "take the mean" in str(found) and "BatchNorm" not in str(found)
+    found = fddp.check(LOSSES["masked mean"][0], W, BATCH)
+    assert found.factor is None and all(word in str(found) for word in ("Weighted", "BatchNorm", "all_gather", "pmean"))
+
+
+def test_the_leaves_that_differ_are_named_the_largest_first():
+    def loss_fn(p: Any, b: Any) -> Any:
+        return jnp.mean((b["x"] @ p["right"]) ** 2) + jnp.sum(p["wrong"] * b["adv"][:, None] ** 2)
+
+    found = fddp.check(loss_fn, {"right": W, "wrong": np.ones(1, np.float32)}, BATCH)
+    assert [name for name, _ in found.leaves] == ["wrong"]
+    assert found.leaves[0][1] == pytest.approx(0.5)
+
+
+def test_random_numbers_are_no_reason_and_hide_no_sum():
+    def loss_fn(w: Any, b: Any, rng: Any) -> Any:
+        return jnp.mean((b["x"] @ w) ** 2 * jax.random.bernoulli(rng, 0.5, (len(b["x"]),)))
+
+    found = fddp.check(loss_fn, W, BATCH, rng=jax.random.key(0))
+    assert found.equal and found.random and "as far as its random numbers let see" in str(found)
+    shared = fddp.check(lambda w, b, rng: loss_fn(w, b, jax.random.key(1)) * ROWS**2, W, BATCH, rng=jax.random.key(0))
+    assert not shared.random
+
+
+def test_batch_norm_of_each_replica_is_found_in_a_loss_with_a_model_state():
+    def loss_fn(w: Any, b: Any, *, model_state: Any) -> Any:
+        z = b["x"] @ w
+        z = (z - z.mean()) / (z.std() + 1e-5)
+        return jnp.mean((z - b["adv"]) ** 2), (model_state * 0.9 + 0.1 * z.mean(), {"z": z.mean()})
+
+    found = fddp.check(loss_fn, W, BATCH, has_aux=True, model_state=jnp.zeros(()))
+    assert not found.equal
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"x": np.ones((1, 4)), "adv": np.ones(1)}, "two rows at least, got 1"),
+        ({"x": np.ones((4, 4)), "adv": np.ones(())}, "equally many rows.*nothing can be divided"),
+        ({}, "the batch is empty"),
+    ],
+)
+def test_what_cannot_be_halved_is_refused(batch: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        fddp.check(LOSSES["mean"][0], W, batch)
