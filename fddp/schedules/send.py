@@ -45,8 +45,9 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             total, mine, sent = summed(group.communicator, reduction, None, message, drop_replica_dim(mine))
             return total, add_replica_dim(mine), sent, all_finite(total)
 
+        back = own if reduction.collective == "reduce_scatter" else REPLICATED
         # What is remembered is not donated: `remembered` may still want it.
-        return group.placement.program(run, (own, own), (REPLICATED, own, REPLICATED, REPLICATED))
+        return group.placement.program(run, (own, own), (back, own, REPLICATED, REPLICATED))
 
     programs = [program(reduction) for reduction in reductions]
 

@@ -52,6 +52,8 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """
     lane, beside = own_lane(group)
     plain = _all_plain(pieces)
+    # On a mesh a hook's sums go over the communicator on which hosts speak between two steps.
+    beside = beside and (group.axis_name is None or not any(one.apply for one in pieces.reductions))
     steps = Steps(group, beside, pieces.uses if plain and beside else {}, donate)
     pieces = _told_at_once(group, pieces) if plain else pieces
 

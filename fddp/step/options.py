@@ -163,11 +163,11 @@ class Options:
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
         if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
-        for name in ("hook", "skip_all_reduce_unused_params"):
-            if self.shard and getattr(self, name):
-                raise ValueError(
-                    f"shard={self.shard!r} scatters every bucket as it is, and cannot go with {name}: leave one out."
-                )
+        if self.shard and self.skip_all_reduce_unused_params:
+            raise ValueError(
+                f"shard={self.shard!r} gathers all that is trained, and cannot go with skip_all_reduce_unused_params: "
+                "leave one out."
+            )
         if self.schedule == "eager":
             self._check_eager()
         self._check_virtual()
@@ -179,11 +179,6 @@ class Options:
             raise ValueError(
                 "schedule='eager' crosses the border between two steps with all of the state, in shards or whole: give "
                 "shard='state', or no shard at all, got 'optimizer'."
-            )
-        if self.hook is not None:
-            raise ValueError(
-                "schedule='eager' lets the next step begin before all sums are back, and a hook remembers for the next "
-                "step what it made of all of them: leave hook= out, or give schedule='staged'."
             )
 
     def _check_virtual(self) -> None:

@@ -43,6 +43,8 @@ def run_on_parts(
     Returns:
       The next state, in shards where this one is; and what the step tells.
     """
+    if comm.size == 1:
+        return _of_whole_leaves(update, state, mine, mean)
     forms = jax.tree.map(_form, whole_forms(state))
     params, treedef = jax.tree.flatten(forms.params)
     chosen = set(replica.chosen(forms.params))
@@ -64,6 +66,27 @@ def run_on_parts(
         return replace(old, parts=spread(new, old.parts.shape)) if is_shard(old) else new
 
     held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
+    return new._replace(params=held[0], opt_state=held[1]), info
+
+
+def _of_whole_leaves(update: Update, state: TrainState, mine: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
+    """Runs an update where a replica's parts are all of each leaf: any optimizer's goes."""
+
+    def whole(x: Any, like: Any) -> Any:
+        return x if x is None else x.reshape(like.shape)
+
+    forms = whole_forms(state)
+    params = jax.tree.map(whole, mine.params, forms.params)
+    opt_state = jax.tree.map(lambda x: whole(x.parts, x) if is_shard(x) else x, state.opt_state, is_leaf=is_shard)
+    grads = jax.tree.map(whole, mean.grads, forms.params, is_leaf=lambda x: x is None)
+    new, info = update(mine._replace(params=params, opt_state=opt_state), mean._replace(grads=grads))
+    flat = jax.tree.map(lambda x, like: x.reshape(like.shape), new.params, mine.params)
+    held = jax.tree.map(
+        lambda old, new: replace(old, parts=new.reshape(-1)) if is_shard(old) else new,
+        (state.params, state.opt_state),
+        (flat, new.opt_state),
+        is_leaf=is_shard,
+    )
     return new._replace(params=held[0], opt_state=held[1]), info
 
 

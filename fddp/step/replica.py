@@ -167,7 +167,8 @@ class Replica:
         if self.options.hook is None:
             return ()
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
-        return add_replica_dim(jax.tree.map(self.options.hook.init, forms))
+        memory = jax.tree.map(self.options.hook.init, forms)
+        return add_replica_dim(memory) if jax.tree.leaves(memory) else ()
 
     def memory_form(self, params: Any) -> Any:
         """What the hooks of all replicas remember, as shapes."""

@@ -93,7 +93,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any,
         result = join(result, shards)
     if settled.runner.promises and isinstance(result[0], TrainState):
         result = promised(result[0]), *result[1:]
-    return result, by_leaf(settled.plan, state.hook_state, memory) if settled.replica.options.hook else None
+    return result, by_leaf(settled.plan, state.hook_state, memory) if jax.tree.leaves(state.hook_state) else None
 
 
 def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[TrainState, Sums]:
@@ -138,7 +138,7 @@ def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any
 
 
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[TrainState, Any, Any, Any]:
-    placement, hook = settled.replica.group.placement, settled.replica.options.hook
+    placement = settled.replica.group.placement
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
     if settled.runner.promises:
@@ -148,7 +148,7 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
     refuse_deleted(leaves)
     if settled.runner.promises:
         state = promised(state)
-    memory = by_message(settled.plan, state.hook_state) if hook else ()
+    memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated, shards = state._replace(accumulated=None, hook_state=()), []
     if settled.replica.apart:

@@ -10,7 +10,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 to 3, of which the second i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from fddp.buckets import (
     BucketPlan,
+    Message,
     Messages,
     add_tail,
     is_shard,
@@ -35,7 +36,7 @@ from fddp.buckets import (
     unpack_rows,
     whole_forms,
 )
-from fddp.comm import add_replica_dim, as_uint32, count_bytes, drop_replica_dim
+from fddp.comm import Communicator, add_replica_dim, as_uint32, count_bytes, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import in_parts
 from fddp.schedules import Pieces, Round
@@ -171,13 +172,25 @@ class Parts:
     @property
     def scatters(self) -> tuple[Reduction, ...]:
         """How gradients are summed: each replica gets its parts of the sum, and all of loss and metrics."""
-        each = zip(self.plan.messages, reductions(self.plan, None, None))
-        return tuple(
-            one
-            if message.bucket is None
-            else one._replace(collective="reduce_scatter", replicas=self.replica.group.size)
-            for message, one in each
-        )
+        size = self.replica.group.size
+
+        def scatter(message: Message, one: Reduction) -> Reduction:
+            if message.bucket is None:
+                return one
+            apply = None if one.apply is None else partial(self._of_whole_leaves, message.bucket, one.apply)
+            return one._replace(collective="reduce_scatter", replicas=size, apply=apply)
+
+        return tuple(map(scatter, self.plan.messages, reductions(self.plan, self.replica.options.hook, None)))
+
+    def _of_whole_leaves(
+        self, bucket: int, apply: Callable[..., tuple[Array, Any]], comm: Communicator, message: Array, memory: Any
+    ) -> tuple[Array, Any]:
+        """This replica's part of what a hook makes of a bucket: a hook is given leaves, not parts of them."""
+        plan, of_parts = (replace(x, buckets=(x.buckets[bucket],)) for x in (self.plan, self.of_parts))
+        (whole,) = pack(plan, unpack_rows(of_parts, plan, comm.size, (message,)))
+        total, memory = apply(comm, whole, memory)
+        (rows,) = pack_rows(of_parts, comm.size, unpack(plan, (total,)))
+        return own_part(rows, comm.size, comm.replica_index()), memory
 
     def scatters_of(self, micro_batch: str) -> tuple[Reduction, ...]:
         """The same of a micro-batch before the last one, which sends gradients alone."""
@@ -189,7 +202,7 @@ class Parts:
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
         """How buckets of parameters come to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
-        return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather") for k in order)
+        return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather", apply=None) for k in order)
 
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:
         """The messages of parameters, of which this replica has its own parts."""

@@ -102,11 +102,7 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
     Raises:
       ValueError: an update mixes leaves, or a hook has a memory, or there are two sets of parameters.
     """
-    if replica.local_steps and jax.tree.leaves(replica.memory_form(params)):
-        raise ValueError(
-            f"{replica.options.hook} remembers things from step to step, and with fddp.local_steps not every step "
-            "sends: take a hook without a memory."
-        )
+    _check_memoryless(replica, params)
     if replica.local_steps and isinstance(params, optax.LookaheadParams):
         raise ValueError(
             "fddp.local_steps of one replica is Lookahead; give it no optax.lookahead, and plain parameters."
@@ -120,7 +116,7 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
     if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
         raise ValueError(f"{asked} has nothing to share: no more than one number is trained; leave it out.")
     refused = divided(optimizer, trained).refused
-    if refused:
+    if refused and replica.group.size > 1:  # one replica has all of each leaf
         named = jax.tree_util.tree_leaves_with_path(trained)
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
         told = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
@@ -130,6 +126,22 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
             f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works on one leaf at a time; "
             "norms over all leaves are fine."
         )
+
+
+def _check_memoryless(replica: Replica, params: Any) -> None:
+    """Refuses a hook with a memory where what it remembers is not of the step before."""
+    options = replica.options
+    if not jax.tree.leaves(replica.memory_form(params)):
+        return
+    if replica.local_steps:
+        why = "with fddp.local_steps not every step sends"
+    elif options.schedule == "eager":
+        why = "schedule='eager' lets the next step begin before all sums are back"
+    elif options.shard:
+        why = f"shard={options.shard!r} scatters a bucket once for each micro-batch"
+    else:
+        return
+    raise ValueError(f"{options.hook} remembers things from step to step, and {why}: take a hook without a memory.")
 
 
 def check_state(replica: Replica, state: TrainState) -> None:

@@ -454,8 +454,3 @@ def test_gradients_are_returned_when_all_are_there(group: Groups, x64: None):
     f = fddp.value_and_grad(tied_net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
     for k in range(3):
         assert_close(f(PARAMS, batch(k)), jax.value_and_grad(tied_net)(PARAMS, batch(k)))
-
-
-def test_a_hook_is_refused(group: Groups):
-    with pytest.raises(ValueError, match="leave hook= out, or give schedule='staged'"):
-        trainer(group(2), hook=fddp.hooks.bf16())

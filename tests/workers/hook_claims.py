@@ -75,6 +75,28 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
         assert same_on_all_ranks(group, state.params)
 
 
+@claim()
+def a_hook_without_memory_goes_with_eager_steps_and_with_shards(group: fddp.Group):
+    draw = np.random.default_rng(4)
+    params = {name: draw.normal(size=shape).astype(np.float32) for name, shape in (("a", (3, 5)), ("b", (5, 2)))}
+    rows = draw.normal(size=(3, group.size, 4, 3)).astype(np.float32)[:, group.rank]
+    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - 1) ** 2)  # noqa: E731
+
+    def trained(**options: Any) -> Any:
+        step = fddp.train_step(loss, optax.adam(0.05), group=group, hook=hooks.bf16(), bucket_cap_mb=0, **options)
+        state = step.init(params)
+        for mine in rows:
+            state, _ = step(state, mine)
+        return fddp.whole(state.params)
+
+    plain = trained(schedule="staged")
+    ways = (("eager", None), ("eager", "state"), ("staged", "optimizer"), ("fused", "state"))
+    for schedule, shard in ways:
+        got = trained(schedule=schedule, shard=shard)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, plain)
+        assert same_on_all_ranks(group, got)
+
+
 @claim(quick=("gloo",))
 def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fddp.Group):
     rows = np.random.default_rng(6).normal(size=(group.size, 6, 4)).astype(np.float32)
