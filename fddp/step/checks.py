@@ -13,6 +13,7 @@ from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
 from fddp.losses import Joined, Stacked, count_rows, is_rows, lists_of_numbers, unlike
 from fddp.schedules import compiling
+from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 
@@ -182,10 +183,7 @@ def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> 
     if state.accumulated is not None:
         check_no_sync(replica)
     if isinstance(batch, Joined):
-        raise ValueError(
-            "virtual_replicas needs equally many batches on each rank, and fddp.join yields to ranks without any: let "
-            "fddp.samples deal the rows out."
-        )
+        refuse(replica.asked | {"fddp.join": "fddp.join"})
     if replica.unit not in (None, rows):
         raise ValueError(
             f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in the first batch; other "
@@ -195,11 +193,7 @@ def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> 
 
 def check_no_sync(replica: Replica) -> None:
     """Says that with virtual replicas nothing is left pending."""
-    if replica.options.virtual_replicas:
-        raise ValueError(
-            "no_sync leaves sums pending on the replica that made them, and with virtual_replicas these come and go: "
-            "give the step all rows at once, with more virtual_replicas or with accumulation_steps."
-        )
+    refuse(replica.asked | {"no_sync": "no_sync"})
 
 
 def check_memory(replica: Replica, state: TrainState) -> None:

@@ -10,11 +10,14 @@ from fddp.comm import REPLICATED, Group
 from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
 from fddp.step.checks import refuse_transformations
+from fddp.step.combinations import MEMORY, refuse
 from fddp.step.options import OptionArguments, explained, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import compare, ready, synchronize
 from fddp.step.settle import Settled
 from fddp.step.state import Mean, TrainState
+
+CALL = "fddp.value_and_grad"
 
 
 @explained
@@ -51,17 +54,7 @@ def value_and_grad(
     """
     check_callable("value_and_grad", "loss_fn", loss_fn)
     settings = read_options("value_and_grad", {"donate": False} | options)
-    if settings.donate:
-        raise ValueError("donate=True is for train_step: value_and_grad is given no state that it could write over.")
-    if settings.check_replicas_every:
-        raise ValueError("check_replicas_every is for train_step: value_and_grad has no state to compare.")
-    if settings.shard:
-        raise ValueError("shard is for train_step: value_and_grad has no optimizer whose state could be shared.")
-    if settings.skip_nonfinite:
-        raise ValueError(
-            "skip_nonfinite=True is for train_step: value_and_grad has no step to skip. Its gradients are equal on all "
-            "ranks, and optax.apply_if_finite passes over what is not finite."
-        )
+    refuse(settings.asked | {CALL: CALL})
 
     def use(replica: Replica, where: TrainState, state: TrainState, mean: Mean) -> Any:
         del replica, where
@@ -86,7 +79,7 @@ def value_and_grad(
         state = replica.group.placement.place(state, REPLICATED)
         hook_state = replica.remembered(state.params)
         if jax.tree.leaves(hook_state):
-            raise ValueError(f"{settings.hook} remembers things from step to step: use it with fddp.train_step.")
+            refuse({CALL: CALL, MEMORY: str(settings.hook)})
         state = state._replace(hook_state=hook_state)
         settled, given = ready(settled, replica, use, state, batch)
         settled = compare(settled, given)

@@ -10,6 +10,7 @@ from fddp.buckets import Caps, Groups, check_caps, group_keys
 from fddp.hooks import Hook
 from fddp.optim import check_needs
 from fddp.schedules import Schedule
+from fddp.step.combinations import OWN_SCHEDULE, refuse
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -163,47 +164,20 @@ class Options:
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
         if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
-        if self.shard and self.skip_all_reduce_unused_params:
-            raise ValueError(
-                f"shard={self.shard!r} gathers all that is trained, and cannot go with skip_all_reduce_unused_params: "
-                "leave one out."
-            )
-        if self.schedule == "eager":
-            self._check_eager()
-        self._check_virtual()
+        count = self.virtual_replicas
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"virtual_replicas must be a whole number of 1 or more, or None, got {count!r}.")
+        refuse(self.asked)
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
 
-    def _check_eager(self) -> None:
-        if self.shard == "optimizer":
-            raise ValueError(
-                "schedule='eager' crosses the border between two steps with all of the state, in shards or whole: give "
-                "shard='state', or no shard at all, got 'optimizer'."
-            )
-
-    def _check_virtual(self) -> None:
-        count = self.virtual_replicas
-        if count is None:
-            return
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"virtual_replicas must be a whole number of 1 or more, or None, got {count!r}.")
-        if self.schedule not in ("auto", "staged", "after"):
-            name = self.schedule if isinstance(self.schedule, str) else name_of(self.schedule)
-            raise ValueError(
-                "virtual_replicas runs programs that are the same on any number of replicas, and one program for all "
-                f"of a step is none: give schedule='staged' or 'after', got {name!r}."
-            )
-        for name in ("hook", "shard", "skip_all_reduce_unused_params"):
-            if getattr(self, name):
-                raise ValueError(
-                    "virtual_replicas adds every bucket as it is, in an order of its own, and cannot go with "
-                    f"{name}={getattr(self, name)!r}: leave one out."
-                )
-        if self.broadcast_buffers is False:
-            raise ValueError(
-                "broadcast_buffers=False keeps the buffers of each replica, and with virtual_replicas these come and "
-                "go: give True or 'mean'."
-            )
+    @property
+    def asked(self) -> dict[str, str]:
+        """The features that were asked for, by their names in `combinations`, and how each was given."""
+        shown = {option.name: f"{option.name}={getattr(self, option.name)!r}" for option in fields(self)}
+        features = {name: shown[name] for name in shown if getattr(self, name)}
+        features |= {shown[name]: shown[name] for name in ("schedule", "shard", "broadcast_buffers")}
+        return features | ({OWN_SCHEDULE: f"schedule={name_of(self.schedule)}"} if callable(self.schedule) else {})
 
     def __repr__(self) -> str:
         """Equal on ranks that were given the same options: functions by their names."""

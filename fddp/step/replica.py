@@ -21,6 +21,7 @@ from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, m
 from fddp.losses import accumulate as in_micro_batches
 from fddp.optim import LocalSteps, scaled
 from fddp.step.buffers import Buffers, average, broadcast, keep
+from fddp.step.combinations import AXES, LOCAL, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
 
@@ -47,34 +48,20 @@ class Replica:
     """What the user calls the loss."""
 
     def __post_init__(self) -> None:
-        axes = self.group.placement.other_axes
-        if self.options.shard and axes:
-            raise ValueError(
-                f"shard={self.options.shard!r} cuts leaves over replicas of one device each, and a replica of this "
-                f"group is several devices, along {', '.join(map(repr, axes))}: leave shard out."
-            )
-        if self.local_steps and (axes or self.options.shard or self.options.skip_all_reduce_unused_params):
-            raise ValueError(
-                "fddp.local_steps needs replicas of one device each, with a whole state of their own: leave shard and "
-                f"skip_all_reduce_unused_params out; got {self.options}"
-                + (f" along {', '.join(axes)}." if axes else ".")
-            )
-        if self.options.virtual_replicas and (axes or self.local_steps):
-            raise ValueError(
-                "virtual_replicas stand in for replicas of one device each that train together: "
-                + (f"not for those along {', '.join(axes)}." if axes else "not under fddp.local_steps.")
-            )
+        refuse(self.asked)
         if self.replicas % self.group.size:
             fit = self.replicas + -self.replicas % self.group.size
             raise ValueError(
                 f"virtual_replicas must be a multiple of the number of replicas, {self.group.size}, got "
                 f"{self.replicas}: each stands for equally many. Give {fit}, or train on fewer."
             )
-        if self.options.hook is not None and axes:
-            raise ValueError(
-                f"{self.options.hook} works on whole buckets, and a replica of this group is several devices, along "
-                f"{', '.join(map(repr, axes))}; a hook needs replicas of one device each."
-            )
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """The features that its step has, by their names in `combinations`, and how each was given."""
+        axes = ", ".join(map(repr, self.group.placement.other_axes))
+        asked = self.options.asked | ({AXES: f"{AXES}, along {axes}"} if axes else {})
+        return asked | ({LOCAL: LOCAL} if self.local_steps else {})
 
     def local(self, pack: Pack, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Messages, Any]:
         """What this replica sends, and what it keeps for itself."""

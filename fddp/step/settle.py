@@ -22,6 +22,7 @@ from fddp.losses import Joined, Undivided, taken
 from fddp.optim import LocalState
 from fddp.schedules import Runner, Schedule, after, eager, fused, staged
 from fddp.step.checks import check_batch, check_memory, check_params, check_paths, inner_batch
+from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
@@ -233,11 +234,7 @@ def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJ
         if unbound is None:
             raise
         if virtual:
-            raise ValueError(
-                f"the loss has a collective over the axis {unbound[1]!r}, or asks for its place there: these depend on "
-                "the number of replicas, and virtual_replicas cannot make its bits the same on any. Each slice of the "
-                "rows has an rng= of its own."
-            ) from None
+            refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
         axis = replica.group.axis_name
         there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
         raise ValueError(
@@ -265,21 +262,8 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     """The schedule that was asked for, or the one that overlaps here."""
     group, asked, own = replica.group, replica.options.schedule, collectives(program)
     axes = group.placement.other_axes
-    if replica.options.virtual_replicas and own:
-        raise ValueError(
-            f"the loss has collectives of its own ({', '.join(sorted(own))}), which add in an order of theirs: "
-            "virtual_replicas cannot make its bits the same on any number of replicas."
-        )
-    if asked in ("staged", "eager") and own:
-        raise ValueError(
-            f"the loss has collectives of its own ({', '.join(sorted(own))}), whose order among the buckets that "
-            "another thread sends would differ between ranks; use schedule='fused'."
-        )
-    if asked in ("staged", "eager") and axes:
-        raise ValueError(
-            f"a replica is several devices here (along {', '.join(map(repr, axes))}), and schedule={asked!r} cuts the "
-            "program of one; use schedule='fused'."
-        )
+    if own:
+        refuse(replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(own))})"})
     if callable(asked):
         return asked
     if asked != "auto":

@@ -16,6 +16,7 @@ from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, ta
 from fddp.comm import Placement, of_one_replica, parts
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import LocalState, LocalSteps, Optimizer, divided, kinds_of_state
+from fddp.step.combinations import LOOKAHEAD, MEMORY, refuse
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 
@@ -102,16 +103,15 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
     Raises:
       ValueError: an update mixes leaves, or a hook has a memory, or there are two sets of parameters.
     """
-    _check_memoryless(replica, params)
-    if replica.local_steps and isinstance(params, optax.LookaheadParams):
-        raise ValueError(
-            "fddp.local_steps of one replica is Lookahead; give it no optax.lookahead, and plain parameters."
-        )
+    remembers = jax.tree.leaves(replica.memory_form(params))
+    others = {
+        MEMORY: f"{replica.options.hook}, which remembers things from step to step" if remembers else "",
+        LOOKAHEAD: LOOKAHEAD if isinstance(params, optax.LookaheadParams) else "",
+    }
+    refuse(replica.asked | {name: shown for name, shown in others.items() if shown})
     asked = f"shard={replica.options.shard!r}"
     if not replica.options.shard or isinstance(optimizer, LocalSteps):
         return
-    if isinstance(params, optax.LookaheadParams):
-        raise ValueError(f"{asked} does not know optax.lookahead, which has two sets of parameters.")
     trained = replica.trained(params)
     if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
         raise ValueError(f"{asked} has nothing to share: no more than one number is trained; leave it out.")
@@ -126,22 +126,6 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
             f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works on one leaf at a time; "
             "norms over all leaves are fine."
         )
-
-
-def _check_memoryless(replica: Replica, params: Any) -> None:
-    """Refuses a hook with a memory where what it remembers is not of the step before."""
-    options = replica.options
-    if not jax.tree.leaves(replica.memory_form(params)):
-        return
-    if replica.local_steps:
-        why = "with fddp.local_steps not every step sends"
-    elif options.schedule == "eager":
-        why = "schedule='eager' lets the next step begin before all sums are back"
-    elif options.shard:
-        why = f"shard={options.shard!r} scatters a bucket once for each micro-batch"
-    else:
-        return
-    raise ValueError(f"{options.hook} remembers things from step to step, and {why}: take a hook without a memory.")
 
 
 def check_state(replica: Replica, state: TrainState) -> None:

@@ -79,13 +79,13 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"schedule": "eager"}, "schedule='eager' lets the next step begin before all sums are back"),
-        ({"shard": "state"}, "shard='state' scatters a bucket once for each micro-batch"),
+        ({"schedule": "eager"}, "the next step begins before all sums are back"),
+        ({"shard": "state"}, "a bucket is scattered once for each micro-batch"),
     ],
 )
 def test_a_hook_with_a_memory_is_refused_where_it_cannot_be(group: Groups, options: Any, says: str):
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), hook=hooks.quantize(), **options)
-    with pytest.raises(ValueError, match=rf"remembers things from step to step, and {says}.*without a memory"):
+    with pytest.raises(ValueError, match=rf"which remembers things from step to step: {says}.*without a memory"):
         step.init(PARAMS)
 
 

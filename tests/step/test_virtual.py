@@ -225,10 +225,10 @@ def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a number that is none": ({"virtual_replicas": 0}, "must be a whole number of 1 or more"),
-    "one program": ({"schedule": "fused"}, "give schedule='staged' or 'after'"),
+    "one program": ({"schedule": "fused"}, "Give schedule='staged' or 'after'"),
     "a hook": ({"hook": fddp.hooks.bf16()}, "cannot go with hook"),
     "shards": ({"shard": "optimizer"}, "cannot go with shard"),
-    "buffers of its own": ({"broadcast_buffers": False}, "give True or 'mean'"),
+    "buffers of its own": ({"broadcast_buffers": False}, "Give broadcast_buffers=True or 'mean'"),
     "replicas that do not divide it": ({"virtual_replicas": 8}, "multiple of the number of replicas, 3, got 8.*Give 9"),
 }
 
@@ -246,7 +246,7 @@ def test_a_loss_with_collectives_of_its_own_is_refused(group: Groups, ask: Calla
         return jnp.mean((x - ask(jnp.mean(x)) - w) ** 2)
 
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), virtual_replicas=4)
-    with pytest.raises(ValueError, match="these depend on the number of replicas"):
+    with pytest.raises(ValueError, match="cannot be the same on any number of replicas"):
         step(step.init(np.float32(0)), np.ones(8, np.float32))
 
 
@@ -255,7 +255,7 @@ def test_batches_are_of_one_size_and_nothing_is_left_pending(group: Groups):
     state, _ = step(step.init(np.float32(0)), np.ones(16, np.float32))
     with pytest.raises(ValueError, match="has 2 rows here and had 4 in the first batch"):
         step(state, np.ones(8, np.float32))
-    with pytest.raises(ValueError, match="no_sync leaves sums pending"):
+    with pytest.raises(ValueError, match="cannot go with no_sync: sums stay pending"):
         step.no_sync(state, np.ones(16, np.float32))
     (batch,) = fddp.join([np.ones(16, np.float32)], group(2))
     with pytest.raises(ValueError, match="equally many batches on each rank"):

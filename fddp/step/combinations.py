@@ -1,0 +1,187 @@
+"""What goes with what: the pairs of features that a step refuses, each with its reason and with what to do instead.
+
+A pair that is not here works. `docs/combinations.md` shows the same table.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+AXES = "a replica of several devices"
+LOCAL = "fddp.local_steps"
+LOOKAHEAD = "optax.lookahead"
+MEMORY = "a hook with a memory"
+COLLECTIVES = "collectives in the loss"
+OWN_SCHEDULE = "a schedule of your own"
+
+
+class Pair(NamedTuple):
+    """Two features that do not go together."""
+
+    one: str
+    other: str
+    why: str
+    instead: str
+
+
+PAIRS = (
+    # shard
+    Pair(
+        "shard",
+        "skip_all_reduce_unused_params",
+        "all that is trained is gathered, whether it was used or not",
+        "leave one of them out",
+    ),
+    Pair("shard", AXES, "leaves are cut over replicas of one device each", "leave shard out"),
+    Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
+    Pair(
+        "shard",
+        MEMORY,
+        "a bucket is scattered once for each micro-batch, and the hook remembers what it made of one step",
+        "take a hook without a memory",
+    ),
+    Pair(
+        "shard='optimizer'",
+        "schedule='eager'",
+        "the border between two steps is crossed with all of the state, in shards or whole",
+        "give shard='state', or no shard at all",
+    ),
+    # local steps
+    Pair(LOCAL, "shard", "each replica trains alone with a whole state of its own", "leave shard out"),
+    Pair(
+        LOCAL,
+        "skip_all_reduce_unused_params",
+        "replicas that train alone agree on nothing before they send",
+        "leave skip_all_reduce_unused_params out",
+    ),
+    Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
+    Pair(LOCAL, MEMORY, "not every step sends", "take a hook without a memory"),
+    Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
+    # virtual replicas
+    *(
+        Pair(
+            "virtual_replicas",
+            schedule,
+            "its programs are the same on any number of replicas, and one program for all of a step is none",
+            "give schedule='staged' or 'after'",
+        )
+        for schedule in ("schedule='fused'", "schedule='eager'", OWN_SCHEDULE)
+    ),
+    *(
+        Pair(
+            "virtual_replicas",
+            other,
+            "it adds every bucket as it is, in an order of its own",
+            "leave one of them out",
+        )
+        for other in ("hook", "shard", "skip_all_reduce_unused_params")
+    ),
+    Pair(
+        "virtual_replicas",
+        "broadcast_buffers=False",
+        "the buffers of each replica would be kept, and virtual replicas come and go",
+        "give broadcast_buffers=True or 'mean'",
+    ),
+    Pair(
+        "virtual_replicas",
+        AXES,
+        "virtual replicas stand in for replicas of one device each",
+        "leave virtual_replicas out",
+    ),
+    Pair(
+        "virtual_replicas",
+        LOCAL,
+        "virtual replicas stand in for replicas that train together",
+        "leave one of them out",
+    ),
+    Pair(
+        "virtual_replicas",
+        COLLECTIVES,
+        "they add in an order of theirs, so that its bits cannot be the same on any number of replicas",
+        "leave virtual_replicas out; each slice of the rows has an rng= of its own",
+    ),
+    Pair(
+        "virtual_replicas",
+        "no_sync",
+        "sums stay pending on the replica that made them, and virtual replicas come and go",
+        "give the step all rows at once, with more virtual_replicas or with accumulation_steps",
+    ),
+    Pair(
+        "virtual_replicas",
+        "fddp.join",
+        "it needs equally many batches on each rank",
+        "let fddp.samples deal the rows out",
+    ),
+    Pair(
+        "virtual_replicas",
+        "fddp.tune",
+        "tune regroups the stages of an ordinary step, and virtual replicas have stages of their own",
+        "leave virtual_replicas out, and give the step the cap that was found",
+    ),
+    # schedules and hooks
+    Pair(
+        "schedule='eager'",
+        MEMORY,
+        "the next step begins before all sums are back, and the hook remembers for it what it made of them",
+        "take a hook without a memory, or give schedule='staged'",
+    ),
+    *(
+        Pair(
+            schedule,
+            COLLECTIVES,
+            "their order among the buckets that another thread sends would differ between ranks",
+            "use schedule='fused'",
+        )
+        for schedule in ("schedule='staged'", "schedule='eager'")
+    ),
+    *(
+        Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")
+        for schedule in ("schedule='staged'", "schedule='eager'")
+    ),
+    Pair("hook", AXES, "a hook works on whole buckets", "leave hook out"),
+    # value_and_grad
+    Pair("fddp.value_and_grad", "donate", "it is given no state that it could write over", "leave donate out"),
+    Pair("fddp.value_and_grad", "check_replicas_every", "it has no state to compare", "use fddp.train_step"),
+    Pair("fddp.value_and_grad", "shard", "it has no optimizer whose state could be shared", "use fddp.train_step"),
+    Pair(
+        "fddp.value_and_grad",
+        "skip_nonfinite",
+        "it has no step to skip, and its gradients are equal on all ranks",
+        "use optax.apply_if_finite, which passes over what is not finite",
+    ),
+    Pair(
+        "fddp.value_and_grad",
+        MEMORY,
+        "the hook remembers things from step to step, and it has no state to keep them in",
+        "use fddp.train_step",
+    ),
+)
+
+
+def refuse(asked: Mapping[str, str]) -> None:
+    """Refuses features that do not go together.
+
+    Args:
+      asked: the features that a step would have, and for each how the user gave it.
+
+    Raises:
+      ValueError: a pair of them is in the table; says why, and what to do instead.
+
+    Example:
+      >>> refuse({"hook": "hook=bf16", "shard": "shard='state'"})
+    """
+    for pair in PAIRS:
+        if pair.one in asked and pair.other in asked:
+            raise ValueError(
+                f"{asked[pair.one]} cannot go with {asked[pair.other]}: {pair.why}. {pair.instead[0].upper()}"
+                f"{pair.instead[1:]}."
+            )
+
+
+def table() -> str:
+    """The pairs as rows of a Markdown table."""
+    rows = [f"| {_code(pair.one)} | {_code(pair.other)} | {pair.why} | {pair.instead} |" for pair in PAIRS]
+    return "\n".join(["| this | does not go with | why | instead |", "|---|---|---|---|", *rows])
+
+
+def _code(feature: str) -> str:
+    return feature if " " in feature else f"`{feature}`"

@@ -1,0 +1,83 @@
+"""What does not go together is refused by one table, which the docs show."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp import hooks
+from fddp.step.combinations import AXES, COLLECTIVES, LOCAL, LOOKAHEAD, MEMORY, OWN_SCHEDULE, PAIRS, table
+from models.tensor_parallel import two_axes
+
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+W = np.ones(4, np.float32)
+X = np.ones((4, 4), np.float32)
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w) ** 2)
+
+
+def centred(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w - jax.lax.pmean(jnp.mean(x @ w), "replica")) ** 2)
+
+
+# How each feature of the table is asked for.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shard": {"shard": "state"},
+    "shard='optimizer'": {"shard": "optimizer"},
+    "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
+    "virtual_replicas": {"virtual_replicas": 4},
+    "hook": {"hook": hooks.bf16()},
+    MEMORY: {"hook": hooks.quantize()},
+    "broadcast_buffers=False": {"broadcast_buffers": False},
+    "donate": {"donate": True},
+    "check_replicas_every": {"check_replicas_every": 2},
+    "skip_nonfinite": {"skip_nonfinite": True},
+    **{f"schedule={name!r}": {"schedule": name} for name in ("fused", "staged", "eager")},
+    OWN_SCHEDULE: {"schedule": lambda group, pieces, donate: None},
+}
+
+
+def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
+    """Does what a user would do who wants these two features."""
+    options: dict[str, Any] = {}
+    for feature in features:
+        options |= OPTIONS.get(feature, {})
+    replicas = fddp.mesh_group(two_axes(2, 2)) if AXES in features else group(2)
+    loss = centred if COLLECTIVES in features else loss_fn
+    if "fddp.value_and_grad" in features:
+        fddp.value_and_grad(loss, group=replicas, **options)(W, X)
+        return
+    inner = optax.lookahead(optax.sgd(0.1), 2, 0.5) if LOOKAHEAD in features else optax.adam(0.1)
+    optimizer = fddp.local_steps(inner, every=2) if LOCAL in features else inner
+    if "fddp.tune" in features:
+        fddp.tune(loss, optax.sgd(0.1), W, X, group=group(1), **options)
+        return
+    step = fddp.train_step(loss, optimizer, group=replicas, **options)
+    params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
+    state = step.init(params)
+    batch: Any = next(iter(fddp.join([X], replicas))) if "fddp.join" in features else X
+    (step.no_sync if "no_sync" in features else step)(state, batch)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.one} and {pair.other}")
+def test_a_pair_of_the_table_is_refused_in_its_words(group: Callable[[int], fddp.Group], pair: Any):
+    with pytest.raises(ValueError) as error:
+        ask(group, (pair.one, pair.other))
+    assert pair.why in str(error.value) and pair.instead[1:] in str(error.value), error.value
+
+
+def test_no_pair_stands_twice():
+    pairs = [frozenset((pair.one, pair.other)) for pair in PAIRS]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_the_page_shows_the_table():
+    assert table() in PAGE.read_text()
