@@ -112,7 +112,7 @@ def test_it_costs_no_further_collective(group: Callable[[int], fddp.Group]):
 
 
 def test_where_there_is_no_step_there_is_none_to_skip():
-    with pytest.raises(ValueError, match="value_and_grad has no step to skip"):
+    with pytest.raises(ValueError, match="it has no step to skip"):
         fddp.value_and_grad(lambda w, x: jnp.mean(w * x), skip_nonfinite=True)
     with pytest.raises(ValueError, match="skip_nonfinite must be True or False, got 1"):
         fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), skip_nonfinite=1)  # pyright: ignore[reportArgumentType]
