@@ -5,13 +5,14 @@ Source: `Metric.sync` in torchmetrics; `pad_shard_unpad` in flax.jax_utils, whic
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding
 
 from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, verify
@@ -100,13 +101,22 @@ def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches:
         )
     here, sums, flying = _alone(group), None, deque[Any]()
     params, model_state = _own(group, here, (params, model_state))
-    for batch in (one for some in batches for one in (some.batches if isinstance(some, Stacked) else [some])):
+    for batch, rows in _counted(batches):
         group.journal.say(BETWEEN)
-        flying.append(_measured(metric_fn, params, model_state, _dealt(group, here, batch)))
+        flying.append(_measured(metric_fn, params, model_state, _dealt(group, here, batch, rows), rows))
         # The host adds up what one batch gave while the next is computed.
         if len(flying) > 1 or here.shares_cores:
             sums = _plus(sums, flying.popleft())
     return _plus(sums, *flying) if flying else sums
+
+
+def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Each batch, and how many rows it counts as: a `Stacked` one as 1, even if its arrays have equally many rows."""
+    for batch in batches:
+        if isinstance(batch, Stacked):
+            yield from ((one, 1) for one in batch.batches)
+        else:
+            yield batch, count_rows(batch)
 
 
 def _alone(group: Group) -> Placement:
@@ -128,25 +138,24 @@ def _own(group: Group, here: Placement, tree: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def _dealt(group: Group, here: Placement, batch: Any) -> Any:
+def _dealt(group: Group, here: Placement, batch: Any, rows: int) -> Any:
     """A batch on this process's devices: dealt out among its replicas, or whole on each where that cannot be."""
     replicas = group.size // group.processes
     check_filled(batch)
-    dealt = is_rows(batch) and count_rows(batch) % replicas == 0
+    dealt = is_rows(batch) and rows % replicas == 0
     return here.place(batch, here.per_replica if dealt else REPLICATED)
 
 
 @partial(jax.jit, static_argnums=0)
-def _measured(metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any) -> Any:
+def _measured(metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, rows: int | Array) -> Any:
     """A tree of `Weighted`, one for each metric."""
     metrics = metric_fn(params, batch, **({} if model_state is None else {"model_state": model_state}))
     if not jax.tree.leaves(metrics):
         raise TypeError(f"metric_fn must return metrics, floats in a tree, got {metrics!r}.")
-    rows = count_rows(batch)
     return jax.tree_util.tree_map_with_path(partial(_weighted, rows), metrics, is_leaf=_is_weighted)
 
 
-def _weighted(rows: int, path: Any, metric: Any) -> Weighted:
+def _weighted(rows: int | Array, path: Any, metric: Any) -> Weighted:
     value, weight = metric if isinstance(metric, Weighted) else (metric, rows)
     name = f"metric{jax.tree_util.keystr(path)}"
     if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating):

@@ -141,6 +141,12 @@ def test_an_evaluation_counts_each_of_them_once(group: Groups, x64: None):
     close(fddp.evaluate(weighted, W, known, group=group(2)), want)
 
 
+def test_an_evaluation_does_not_count_the_rows_of_a_stacked_batch(group: Groups):
+    batches = [{"x": np.full(4, 3.0, np.float32), "y": np.zeros(4)}, {"x": np.zeros(5, np.float32), "y": np.zeros(5)}]
+    found = fddp.evaluate(lambda w, b: jnp.mean(w * b["x"]), 1.0, [fddp.Stacked([b]) for b in batches], group=group(2))
+    assert found == (3 + 0) / 2
+
+
 def test_a_constant_beside_the_rows_needs_a_batch_for_each_replica(group: Groups):
     loss = lambda w, b: jnp.mean((b["x"] @ w * b["temperature"]) ** 2)  # noqa: E731
     batch = {"x": np.ones((4, 3), np.float32), "temperature": np.float32(2)}
