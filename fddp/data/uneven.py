@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fddp.comm import Group
-from fddp.losses import Joined, count_rows
+from fddp.losses import Joined, Stacked, count_rows, is_rows
 from fddp.runtime import group_of
 
 EXHAUSTED: Any = object()
@@ -59,7 +59,7 @@ def join(
 
 
 def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bool) -> Iterator[Joined]:
-    last, most = None, 0
+    last, most, divided = None, 0, True
     for number in count():
         mine = next(batches, EXHAUSTED)
         active = group.all_gather(np.array(mine is not EXHAUSTED))
@@ -72,7 +72,9 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
             raise RuntimeError(f"join: rank {done} has run out of batches, and throw_on_early_termination is set.")
         last = last if mine is EXHAUSTED else mine
         leads = group.rank == np.argmax(active)
-        rows = count_rows(last)
+        if number == 0:  # as for a step, the first batch decides whether rows are counted
+            divided = isinstance(last, Stacked) or is_rows(last)
+        rows = count_rows(last) if divided or isinstance(last, Stacked) else 1
         most = max(most, rows)
         # A rank without data counts with as many rows as it ever had, however few its last batch has.
         counted = 1.0 if mine is not EXHAUSTED else most / rows if divide_by_all and rows else 0.0

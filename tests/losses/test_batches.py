@@ -1,7 +1,9 @@
 """Batches that are no rows: taken as they are, or stacked, one for each replica and micro-batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +132,15 @@ def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None)
     for batch in fddp.join([fddp.Stacked([graph(0), graph(1)])], group(2)):
         state, _ = step(state, batch)
     close(state.params, W - mean([graph(0), graph(1)])[1])
+
+
+def test_join_counts_no_rows_of_graphs_that_have_by_chance_equally_many_nodes_and_edges(group: Groups):
+    other = SimpleNamespace(all_gather=lambda mine: np.stack([mine, np.ones_like(mine)]))  # never runs out
+    two = replace(group(1), processes=2, hosts=other)
+    graphs = [{"nodes": np.ones(4), "edges": np.ones(edges)} for edges in (5, 4, 5)]
+    yielded = list(islice(fddp.join(graphs, two), 4))
+    assert [float(np.mean(batch.share)) for batch in yielded] == [1, 1, 1, 0]
+    assert [float(np.mean(batch.divisor)) for batch in yielded] == [1, 1, 1, 1]
 
 
 def test_an_evaluation_counts_each_of_them_once(group: Groups, x64: None):
