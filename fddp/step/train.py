@@ -77,7 +77,7 @@ class TrainStep:
           state: from `init` or the last step; its memory is reused unless `donate=False`.
           batch: this process's rows: a tree of arrays with equal first dims, divisible by its replicas ×
             `accumulation_steps`. The first batch has equally many on all ranks; later ones need not: every row weighs
-            the same, unless the loss tells its weight (`fddp.Weighted`). Or `fddp.Stacked` trees of any arrays, or one.
+            the same, unless the loss tells its weight (`fddp.Weighted`). Or other trees, as they are or `fddp.Stacked`.
 
         Returns:
           The next state; loss and metrics averaged over all rows.
@@ -273,7 +273,7 @@ def train_step(
         mean loss, and `grad`. With `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses
         `params.fast`.
       group: the replicas; None: those of `fddp.init()`.
-      has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas.
+      has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas, element by element.
       **options: fields of `fddp.Options`, named as DDP names them.
 
     Returns:
