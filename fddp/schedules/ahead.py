@@ -1,9 +1,9 @@
-"""A step that begins while the one before it ends: the gathers that it opens with, turned over to that one's end.
+"""Overlaps a step with the one before it: that one already sends the gathers with which this step opens.
 
-A list whose parameters rest in shards opens with gathers, which need nothing but shards, and ends with new shards, a
-bucket of them at a time. So a gather may leave as soon as its own bucket is updated, under what is left of the backward
-pass and under the next forward pass. That is the same list, turned: what it opened with stands behind the rest, and
-reads the new shards instead of the old ones.
+A list whose parameters rest in shards opens with all-gathers, which read shards alone. It ends with updates, which
+write the new shards bucket by bucket. So a gather may leave as soon as its own bucket is updated, under the rest of the
+backward pass and under the next forward pass. `turned` moves the opening behind the rest of the list, where it reads
+the new shards instead of the old ones.
 
 Source: DeAR (Zhang et al., ICDCS 2023), whose gathers wait for the last scatter; ByteScheduler (Peng et al., SOSP 2019)
 and PACE (Bao et al., INFOCOM 2020) for the order.
@@ -16,54 +16,54 @@ from typing import Any, NamedTuple
 from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, first_word, replaces
 from fddp.schedules.timeline import simulate
 
-# Of so many buckets one is gathered as soon as it is updated, among the first two thirds: not beside the last scatters.
+# One of so many buckets is gathered as soon as it is updated, among the first two thirds: not beside the last scatters.
 STRIDE = 2
 AHEAD = "ahead"  # the queue of gathers
-NEXT = ", next"  # how a step calls what the next one is given
+NEXT = ", next"  # ends the names of the values that a step makes for the next one
 RESULTS = (NEW, "result")
-STEPS = 4  # on paper: the last of them is as all that follow
+STEPS = 4  # that are simulated: the last one takes as long as all that would follow
 
 
 class Turned(NamedTuple):
     """A list in parts, each in the order in which its tasks are launched."""
 
     opening: tuple[Task, ...]
-    """What needs nothing but shards: packing and gathers."""
+    """Packing and gathers, which read shards alone."""
     body: tuple[Task, ...]
-    """What waits for what they bring: computing and its messages."""
+    """Computing and its messages, which wait for the gathers."""
     updates: tuple[Task, ...]
-    """What makes the result and the new shards."""
+    """The tasks that make the result and the new shards."""
     closing: tuple[Task, ...]
-    """The updates again, each with the packing that it allows behind it, and the gathers of the next step."""
+    """The updates again, each followed by the packing that it makes possible; then the gathers of the next step."""
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """A step that is given what the gathers before it brought."""
+        """The tasks of a step whose own gathers were sent by the step before it."""
         return *self.body, *self.closing
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The shards that the opening reads."""
+        """Names of the shards that the opening reads."""
         return tuple(sorted({name for task in self.opening for name in task.reads} - _written(self.opening)))
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What a step returns."""
+        """Names of the values that a step returns."""
         return tuple(name for name in _written(self.updates) if first_word(name) in RESULTS)
 
     @property
     def brought(self) -> tuple[str, ...]:
-        """What gathers bring."""
+        """Names of the values that the gathers bring."""
         return tuple(task.writes[0] for task in self.opening if isinstance(task, Communicate))
 
 
 def turned(listed: TaskList) -> Turned:
-    """Turns a list.
+    """Moves the gathers with which a list opens to its end, for the next step.
 
-    The gathers of the next step leave in the order of first use, but for every second one of the buckets that are
-    updated first: it is gathered at once. Scatters leave holes on the link while the backward pass goes on, and these
-    gathers fill them. With fewer the link idles; with more, and beside the last scatters, the first stages of the next
-    step wait for what only later ones use.
+    They leave in the order of first use, with one exception: of the buckets that are updated first, every second one is
+    gathered at once. Scatters leave gaps on the link during the backward pass, and these gathers fill them. With fewer
+    of them the link idles. With more, or beside the last scatters, the first stages of the next step wait for buckets
+    that only later stages use.
 
     Args:
       listed: opens with gathers of shards, in the order of first use, and ends with updates.
@@ -76,7 +76,8 @@ def turned(listed: TaskList) -> Turned:
     body = tuple(task for task in rest if task.kind != "update")
     updates = rest[len(body) :]
     again = [_again(task) for task in opening]
-    packs, closing = [task for task in again if isinstance(task, Compute)], list[Task]()
+    packs = [task for task in again if isinstance(task, Compute)]
+    closing = list[Task]()
     missing = (_written(updates) | _written(packs)) - _written(body)
     for task in updates:
         closing.append(task)
@@ -96,26 +97,28 @@ def turned(listed: TaskList) -> Turned:
 def steady_seconds(
     tasks: Sequence[Task], seconds: Mapping[str, float], late: Callable[[str], Any] = lambda name: False
 ) -> float:
-    """How long a step takes after many like it, on paper: see `simulate`.
+    """Simulates several steps in a row, and returns how long one takes after many like it: see `simulate`.
 
     Args:
-      tasks: of a step that crosses the border to the next one.
-      seconds: what each takes, by its name.
-      late: which of its results the step does not wait for when it returns.
+      tasks: of a step that overlaps the next one.
+      seconds: of each task, by its name.
+      late: (name of a result) → whether the step returns before it is there.
 
     Returns:
       Seconds between the ends of the updates of two steps.
     """
     written = [name for task in tasks for name in task.writes]
     results = [name for name in written if first_word(name) in RESULTS]
-    # What a step reads, and as what the one before it has written it.
+    # The name by which a step reads a value → the name by which the step before it has written that value.
     before = {replaces(name): name for name in results if late(name)}
     before |= {name.removesuffix(NEXT): name for name in written if name.endswith(NEXT)}
-    several, took, ends = list[Task](), dict[str, float](), list[str]()
+    several = list[Task]()
+    took = dict[str, float]()
+    ends = list[str]()
     for step in range(STEPS):
         for place, task in enumerate(tasks):
             reads = [_at(step - 1, before[name]) if name in before else _at(step, name) for name in task.reads]
-            # Python returns when all else is there.
+            # A step begins when the one before it has returned, with all results that are not late.
             reads += [_at(step - 1, name) for name in results if not late(name)] if place == 0 and step else []
             writes = tuple(_at(step, name) for name in task.writes)
             several.append(task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes))
@@ -126,12 +129,12 @@ def steady_seconds(
 
 
 def queue_of(task: Task) -> str:
-    """Tasks of one queue are done one after the other, those of different ones beside each other."""
+    """The queue of a task: tasks of one queue are done one after the other, different queues side by side."""
     return AHEAD if isinstance(task, Communicate) and task.reduction.collective == "all_gather" else task.kind
 
 
 def kept_last(listed: TaskList) -> dict[str, tuple[str, ...]]:
-    """What no later task reads, where tasks of another queue do not read it either: those may come later in time."""
+    """Values that each task is the last to read, by its name; without those that another queue reads, which may lag."""
     queues: dict[str, set[str]] = {}
     for task in listed.tasks:
         for name in task.reads:
@@ -141,7 +144,7 @@ def kept_last(listed: TaskList) -> dict[str, tuple[str, ...]]:
 
 
 def new(name: str) -> str:
-    """Under which name a step leaves what the next one is given."""
+    """The name under which a step leaves a value that the next one is given."""
     return NEW + name.removeprefix(SHARDS) if first_word(name) == SHARDS else name
 
 

@@ -1,10 +1,10 @@
-"""A step that ends while the next one runs: sums that the next forward pass needs late, left to lie under it.
+"""Overlaps a step's last sums with the next step, whose forward pass needs them late.
 
-Gradients are ready in the reverse of the order in which the next forward pass wants the parameters. Messages that leave
-as they are ready keep its first layers waiting for last; messages that leave by first use alone would let the link idle
-while the backward pass goes on. Between the two: most leave as they are ready, some are put off until the last one is
-away, and those by first use. Where computing is the longer part no message waits for the link, and what is put off is
-only late: so both orders are made, and which is the faster one is measured.
+Gradients become ready in the reverse of the order in which the next forward pass uses the parameters. If messages leave
+as they are ready, its first layers wait longest. If they leave by first use alone, the link idles during the backward
+pass. The order made here lies between the two: most messages leave as they are ready; some are put off until the last
+one has left, and then leave by first use. Where computing takes longer than traffic no message waits for the link, and
+to put one off only delays it. So both orders are made, and `Trial` measures which one is faster.
 
 Source: P3 (Jayarajan et al., SysML 2019); ByteScheduler (Peng et al., SOSP 2019); TicTac (Hashemi et al., SysML 2019).
 """
@@ -16,18 +16,19 @@ from fddp.jaxpr import arrivals, first_uses
 from fddp.schedules.lists import Program
 from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, replaces
 
-EVERY, BEFORE_THE_LAST = 4, 2  # of so many messages one is put off; so many behind the last that is are not
+EVERY = 4  # of so many messages one is put off
+BEFORE_THE_LAST = 2  # the last so many messages are never put off
 
 
 def come_late(first: Program, last: Program) -> dict[str, int]:
-    """When the parts of the state come that the last step's messages bring: messages in the order of first use.
+    """Numbers the parts of the state as they come, if the last step's messages bring them in the order of first use.
 
     Args:
       first: the forward and backward pass.
       last: the updates.
 
     Returns:
-      Names of what the first program is given, and when each comes, from 1 on.
+      For each part that a message brings, by the name under which the first program reads it: its place, from 1 on.
     """
     when = arrivals(last.closed, {at: k + 1 for at, k in last.back.items()})
     message = {replaces(name): k for name, k in zip(last.made, when) if k}
@@ -38,27 +39,28 @@ def come_late(first: Program, last: Program) -> dict[str, int]:
 
 
 def orders(listed: TaskList, first_use: Mapping[str, int]) -> tuple[TaskList, ...]:
-    """A list with its messages as they are ready, and with some of them put off, where that is another order.
+    """Makes two orders of a list's messages: one as they are ready, one with some of them put off.
 
     Args:
       listed: see `trailed`.
       first_use: likewise.
 
     Returns:
-      One list or two, of the same tasks.
+      Two lists of the same tasks; one list where both orders are the same.
     """
-    ready, put_off = trailed(listed, {}), trailed(listed, first_use)
+    ready = trailed(listed, {})
+    put_off = trailed(listed, first_use)
     return (ready,) if put_off.messages == ready.messages else (ready, put_off)
 
 
 def read_once(listed: TaskList) -> dict[str, tuple[str, ...]]:
-    """What one task alone reads, for each: in whatever order tasks are done, nobody else wants its memory."""
+    """Values that one task alone reads, by that task's name: no other needs their memory, whatever the order."""
     readers = Counter(name for task in listed.tasks for name in task.reads)
     return {task.name: tuple(name for name in task.reads if readers[name] == 1) for task in listed.tasks}
 
 
 def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
-    """Puts messages off, and each update where the last message is back that it needs.
+    """Puts some messages off, and orders updates by the last message that each one needs.
 
     Args:
       listed: stages, a message behind the one that makes it, and updates of one message each.
@@ -68,11 +70,14 @@ def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
     Returns:
       The list.
     """
-    messages, computes = listed.messages, [task for task in listed.tasks if task.kind == "compute"]
+    messages = listed.messages
+    computes = [task for task in listed.tasks if task.kind == "compute"]
     updates = [task for task in listed.tasks if task.kind == "update"]
     replaced = any(replaces(name) in task.reads for task in updates for name in task.writes)
     ordered = _ordered(messages, first_use if replaced else {})  # gradients that are returned have to be there at once
-    tasks, leaving, made = list[Task](), deque(ordered), set[str]()
+    tasks = list[Task]()
+    leaving = deque(ordered)
+    made = set[str]()
     for task in computes:
         tasks.append(task)
         made.update(task.writes)
@@ -86,7 +91,7 @@ def _ordered(messages: Sequence[Communicate], first_use: Mapping[str, int]) -> l
     some = [messages[k] for k in range(len(messages) - 1 - BEFORE_THE_LAST, 0, -EVERY)]
     off = [one for one in some if one.name in first_use and len(one.reads) == 1 and asked.isdisjoint(one.writes)]
     ordered = [*(one for one in messages if one not in off), *sorted(off, key=lambda one: first_use[one.name])]
-    # How much was sent is known once the last one is back.
+    # The last message to come back also writes the bytes of all.
     told = [name for one in messages for name in one.writes if name == BYTES]
     return [one._replace(writes=(one.writes[0], *(told if one is ordered[-1] else ()))) for one in ordered]
 

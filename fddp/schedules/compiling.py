@@ -1,4 +1,4 @@
-"""What compiles, said while it does: a step of a large model compiles for minutes, and nothing else would be seen."""
+"""Reports what compiles: a step of a large model compiles for minutes, and nothing else would be seen."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,21 +7,22 @@ from typing import Any, TypeAlias
 
 from fddp.comm import Group, reports
 
-FIRST_WORD_S, NEXT_WORD_S = 10.0, 30.0
+FIRST_WORD_S = 10.0
+NEXT_WORD_S = 30.0
 
-# What says so while its block runs: given what compiles, in a few words, or a function that tells it.
+# Reports while its block runs; takes a few words for what compiles, or a function that returns them.
 Compiling: TypeAlias = Callable[[str | Callable[[], str]], AbstractContextManager[None]]
 
 
 def compiling(group: Group, what: str | Callable[[], str]) -> AbstractContextManager[None]:
-    """Says on rank 0 what compiles and for how long already, on stderr, once it has taken some seconds.
+    """Reports on rank 0, on stderr, what compiles and for how long already, once it has taken some seconds.
 
     Args:
       group: the replicas.
-      what: what compiles, or a function that tells it at the time.
+      what: a few words for what compiles, or a function that returns them at the time.
 
     Returns:
-      The context in which it is said.
+      A context that reports until it ends.
     """
     began = monotonic()
 
@@ -32,15 +33,15 @@ def compiling(group: Group, what: str | Callable[[], str]) -> AbstractContextMan
 
 
 def first_call(program: Callable[..., Any], what: str, says: Compiling) -> Callable[..., Any]:
-    """A program that is compiled when it is first called, and says so meanwhile.
+    """Wraps a program, so that its first call, which compiles it, is reported.
 
     Args:
       program: from `jax.jit`.
-      what: what it is, in a few words.
+      what: a few words for it.
       says: `compiling`, of a group.
 
     Returns:
-      The same.
+      The same program.
     """
     compiled = False
 

@@ -1,4 +1,4 @@
-"""How the tasks of queues are done: with which programs, on which communicator, and how by the thread that has them."""
+"""Does the tasks of queues: functions for stages and for updates, their programs, and a second communicator."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +20,16 @@ from fddp.schedules.timeline import Span
 
 
 def own_lane(group: Group) -> tuple[Group, bool]:
-    """The same replicas on a communicator of their own, for what leaves between two steps.
+    """Gives the same replicas another communicator, for messages that leave between two steps.
 
-    That is no message of a step that may be tried again.
+    Such messages belong to no step that may be tried again.
 
     Args:
       group: the replicas.
 
     Returns:
-      The group, and whether its messages may be under way beside others: not where there is no second communicator, and
-      not on GPUs, each of which has its queue for what several threads launch, and they launch in any order.
+      The group, and whether its messages may be under way beside others. They may not where there is no second
+      communicator. Nor may they on GPUs: each has one queue for what several threads launch, in any order.
     """
     own = group.clone(2)
     lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
@@ -39,12 +39,12 @@ def own_lane(group: Group) -> tuple[Group, bool]:
 def compiled_apart(
     placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
 ) -> Programs:
-    """Stages may use no memory that an update on another thread still reads, nor the other way round."""
+    """Compiles stages that reuse no memory which an update on another thread still reads, and updates likewise."""
     return compiled(placement, listed, values, donate, says, kept_last(listed))
 
 
 def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Callable[[], None]]:
-    """Does a stage while the one before it runs, so that the core never waits for Python; and waits for both.
+    """Makes a function that launches a stage while the one before it runs, so that the core never waits for Python.
 
     Args:
       programs: by the names of tasks.
@@ -52,9 +52,10 @@ def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Calla
       log: where spans are noted.
 
     Returns:
-      What does a task, and what waits until nothing is launched.
+      A function that does a task, and one that waits for all that were launched.
     """
-    launched, clock = deque[tuple[Task, Sequence[Any], float]](), perf_counter()
+    launched = deque[tuple[Task, Sequence[Any], float]]()
+    clock = perf_counter()
 
     def wait_until(most: int) -> None:
         nonlocal clock
@@ -75,15 +76,15 @@ def computing(programs: Programs, journal: Journal, log: Log) -> tuple[Do, Calla
 
 
 def updating(programs: Programs, log: Log, after: Future[Any] | None = None) -> Do:
-    """Does an update, and waits for it.
+    """Makes a function that does an update and waits for it.
 
     Args:
       programs: by the names of tasks.
       log: where spans are noted.
-      after: what has to be over before the first.
+      after: has to be over before the first update.
 
     Returns:
-      What does a task.
+      The function that does a task.
     """
 
     def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:

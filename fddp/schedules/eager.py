@@ -1,8 +1,8 @@
-"""Gathers under the next forward pass: what a step will need of the new parameters leaves before the step is called.
+"""Gathers new parameters before the step that needs them is called, so that gathers run under its forward pass.
 
-Between two calls the parameters rest in shards, which are all of the truth: what gathers have brought, or are still
-bringing, belongs to those very shards, and a step that is given others gathers anew. So nothing that a user can hold is
-ever stale, and an error between two steps loses nothing.
+Between two calls the parameters rest in shards, and the shards are the whole truth. Gathers that are over or under way
+belong to those very shards: a step that is given other shards gathers anew. So nothing that a user can hold is ever
+stale, and an error between two steps loses nothing.
 
 Source: DeAR (Zhang et al., ICDCS 2023); `overlap_param_gather` in Megatron-LM, which trains on stale weights where its
 buckets are not in the order of first use (Megatron-LM#950).
@@ -33,8 +33,7 @@ from fddp.schedules.trailing import trailing
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Crosses the border between two steps: with gathers that lead where parameters rest in shards, else with sums that
-    trail.
+    """Overlaps two steps: gathers lead the next step where parameters rest in shards; else sums trail this one.
 
     Args:
       group: the replicas.
@@ -49,11 +48,11 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
 
 def leading(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Stages beside scatters, and updates and gathers beside both, each as soon as it can be.
+    """Runs stages beside scatters, and updates and gathers beside both, each as soon as it can.
 
-    Gradients leave in one order on one thread; gathers in another order on a thread and a communicator of their own,
-    which a step leaves behind. Where there is no second communicator, for a process has several devices or sums go over
-    nodes first, gathers take turns with gradients, and nothing is under way between two steps.
+    Gradients leave in one order on one thread. Gathers leave in another order, on a thread and a communicator of their
+    own, and are still under way when a step returns. Where a process has several devices, or sums go over nodes first,
+    there is no second communicator: gathers take turns with gradients, and nothing is under way between two steps.
 
     Args:
       group: the replicas.
@@ -64,7 +63,8 @@ def leading(group: Group, pieces: Pieces, donate: bool) -> Runner:
       The runner.
     """
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k)
-    prepare, known = preparing(group, make, compiled_apart, donate), dict[int, Turned]()
+    prepare = preparing(group, make, compiled_apart, donate)
+    known = dict[int, Turned]()
     lane, beside = own_lane(group)
     crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions), beside)
 
@@ -74,7 +74,7 @@ def leading(group: Group, pieces: Pieces, donate: bool) -> Runner:
         now = prepare(state, pending, shards, rows)
         if id(now) not in known:
             known[id(now)] = turned(now.listed)
-        group.recovery.sends()  # what was gathered is used up: who fails from here on may not begin anew alone
+        group.recovery.sends()  # the step uses up its gathers: a rank that fails from here on may not begin anew alone
         values = crossing.step(now, known[id(now)], now.listed.enter(state, pending, shards, rows))
         return *now.listed.leave(values), memory
 
@@ -86,20 +86,20 @@ def leading(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
 
 class Ahead(NamedTuple):
-    """What is under way for the next step."""
+    """Gathers that are under way for the next step."""
 
     of: tuple[Any, ...]
-    """The shards that it is made of."""
+    """The shards that are gathered."""
     brought: dict[str, Future[Any]]
-    """What the gathers bring, under the names that the next step knows."""
+    """The gathered values, under the names by which the next step reads them."""
     sent: dict[str, Sent]
-    """The gathers that are over, by name, without what they brought."""
+    """The gathers that are over, by name, without the gathered values."""
     job: Future[None]
-    """The thread that sends them."""
+    """The job that sends them, on a thread of its own."""
 
 
 class Crossing:
-    """Steps of which one begins while the one before it ends."""
+    """Runs overlapping steps, each of which sends the gathers of the next one."""
 
     def __init__(self, group: Group, gather: Callable[..., Sent], beside: bool) -> None:
         """Args:
@@ -108,11 +108,13 @@ class Crossing:
         beside: whether it may do so beside other messages. Several devices of a process, reached by two threads in
             different orders, would wait for each other, and on one communicator two messages would mix.
         """
-        self._group, self._gather, self._beside = group, gather, beside
+        self._group = group
+        self._gather = gather
+        self._beside = beside
         self._ahead: Ahead | None = None
         self.log = Log()
-        # As long as the step lives: of each thread that ends the C library keeps a little. What a step leaves behind
-        # has one of them, and waits for none of the next step's jobs.
+        # The threads live as long as the step: of each thread that ends the C library keeps a little. The gathers that
+        # a step leaves behind have one of them, and wait for none of the next step's jobs.
         self._threads = ThreadPoolExecutor(3, thread_name_prefix="fddp-queue")
 
     def step(self, now: Prepared, parts: Turned, values: dict[str, Any]) -> dict[str, Any]:
@@ -132,12 +134,13 @@ class Crossing:
         here = here or self._open(now, parts, values, of)
         tasks = parts.tasks if crosses else (*parts.body, *parts.updates)
         brought = [name + NEXT for name in parts.brought] if crosses else []
-        queues, leaves = Queues(tasks, values | here.brought, [*parts.results, *brought]), dict[str, Sent]()
+        queues = Queues(tasks, values | here.brought, [*parts.results, *brought])
+        leaves = dict[str, Sent]()
         values.clear()
         here.brought.clear()
         sends = self._sending(now, here, leaves)
         compute, idle = computing(now.programs, self._group.journal, self.log)
-        # What is on its way may lie in the memory of the shards that an update writes to.
+        # An update waits for the step's own gathers: they may still read the memory of the shards that it writes to.
         jobs = self._start(queues, tasks, sends, self._updating(now, after=here.job))
         try:
             queues.work([task for task in tasks if task.kind == "compute"], compute, idle)
@@ -155,26 +158,28 @@ class Crossing:
         return result
 
     def _left(self, of: Sequence[Any]) -> tuple[Ahead | None, bool]:
-        """What the step before left for these very shards; and whether this one is to leave something.
+        """Takes the gathers that the step before left, if they are of these shards; also tells whether to leave some.
 
-        After a state that was not its own a step leaves nothing: it might again be for nobody.
+        A step that was given other shards leaves no gathers: nobody might use these either.
         """
-        here, self._ahead = self._ahead, None
+        here = self._ahead
+        self._ahead = None
         if here is None or all(map(is_, here.of, of)):
             return here, True
         wait([here.job])
         return None, False
 
     def _open(self, now: Prepared, parts: Turned, values: Mapping[str, Any], of: tuple[Any, ...]) -> Ahead:
-        """Gathers what no step before did."""
-        queues, sent = Queues(parts.opening, values, parts.brought), dict[str, Sent]()
+        """Sends this step's own gathers, which no step before has sent."""
+        queues = Queues(parts.opening, values, parts.brought)
+        sent = dict[str, Sent]()
         jobs = self._start(queues, parts.opening, self._sending(now, None, sent), self._updating(now))
-        if not self._beside:  # what nothing reads could still be under way when the first gradients leave
+        if not self._beside:  # a gather that nothing reads could still be under way when the first gradients leave
             wait(jobs.values())
         return Ahead(of, queues.kept, sent, jobs[AHEAD if self._beside else "communication"])
 
     def _start(self, queues: Queues, tasks: Sequence[Task], send: Do, update: Do) -> dict[str, Future[None]]:
-        """Does all tasks but stages, each queue on a thread of its own."""
+        """Starts all tasks but stages, each queue on a thread of its own."""
         work = with_configuration(queues.work)
         own: dict[str, list[Task]] = {"update": [], "communication": [], AHEAD: []}
         for task in tasks:
@@ -190,8 +195,9 @@ class Crossing:
         return updating(now.programs, self.log, after)
 
     def _sending(self, now: Prepared, here: Ahead | None, leaves: dict[str, Sent]) -> Do:
-        """Sends messages; the bytes that a step tells are those of the gathers that came, not of those that leave."""
-        numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
+        """Makes a function that sends messages; a step tells the bytes of the gathers that it used, not of the next."""
+        numbers = {task.name: number for number, task in enumerate(now.listed.messages)}
+        sent = dict[str, Sent]()
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
@@ -200,7 +206,7 @@ class Crossing:
             with self.log.under_way(task) as note:
                 one = send(numbers[task.name], (), lambda: asked[0], message)
                 note(one.span)
-            # What it brought lives until its last reader has it, and no longer.
+            # Without its value, which is to live no longer than until its last reader has it.
             (leaves if ahead else sent)[task.name] = one._replace(total=None)
             return one.total, *([told()] if BYTES in task.writes else [])
 

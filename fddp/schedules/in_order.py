@@ -1,4 +1,4 @@
-"""One task after the other."""
+"""Runs one task after the other."""
 
 from functools import partial
 from time import perf_counter
@@ -16,7 +16,7 @@ from fddp.schedules.timeline import Span, Timeline
 
 
 def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """The baseline: traffic starts when the backward is done, one all-reduce at a time (paper, section 3.2.1).
+    """Runs the baseline: traffic starts when the backward is done, one all-reduce at a time (paper, section 3.2.1).
 
     Args:
       group: the replicas.
@@ -41,12 +41,15 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
     Returns:
       The runner.
     """
-    prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
+    prepare = preparing(group, make, programs, donate)
+    spans = list[Span]()
+    ran = list[Task]()
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         rows = group.placement.place(rows, group.placement.per_replica)
         now = prepare(state, pending, shards, rows)
-        values, sends = now.listed.enter(state, pending, shards, rows), list[Sent]()
+        values = now.listed.enter(state, pending, shards, rows)
+        sends = list[Sent]()
         spans.clear()
         ran[:] = now.listed.tasks
         for task in now.listed.tasks:

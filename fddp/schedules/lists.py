@@ -26,7 +26,7 @@ ARGUMENTS = ("state", "pending", SHARDS, "rows")
 
 
 def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
-    """The baseline: a round after the other, its messages behind what makes them.
+    """Makes the baseline's list: one round after the other, its messages behind it.
 
     Args:
       placement: where the replicas' programs run.
@@ -42,13 +42,15 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     del placement, state, pending, shards, rows  # one list fits all forms
 
     def speak(one: Round, *values: Any) -> Sequence[Any]:
-        given, came = values[: len(one.reads)], values[len(one.reads) :]
+        given = values[: len(one.reads)]
+        came = values[len(one.reads) :]
         return _sent(*one.run(*given, *(_came(*came) if came else (None, None))))
 
     def finish(state: Any, shards: Any, nbytes: Any, *came: Any) -> Sequence[Any]:
         return pieces.finish(state, shards, *_came(*came), nbytes)
 
-    tasks, came = list[Task](), ()
+    tasks = list[Task]()
+    came = ()
     for one, sends in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
         kept = f"kept by {one.name}"
         tasks += [Compute(one.name, (*one.reads, *came), (*_read(sends), kept), partial(speak, one), one.kind), *sends]
@@ -62,21 +64,21 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
 
 
 class Program(NamedTuple):
-    """A round, or what is made of the last one, as a program that is to be cut."""
+    """A round, or the update behind the last round, as a program that is to be cut."""
 
     name: str
     kind: str
     closed: ClosedJaxpr
     read: list[str]
-    """What it is given, by name."""
+    """Names of its inputs."""
     back: dict[int, int]
-    """Which of that are messages that come back: the number of each, from 0."""
+    """Inputs that are messages come back: place among the inputs → the message's number, from 0."""
     made: list[str]
-    """What it makes."""
+    """Names of its outputs."""
 
 
-# (the first round, what is made of the last one) → names of arguments, and when each comes: from 1 on, one after the
-# other. All others are there.
+# (the first round, the update) → names of the arguments that come late, and each one's place in the order in which they
+# come, from 1 on. All others are there at once.
 Late: TypeAlias = Callable[[Program, Program], Mapping[str, int]]
 
 
@@ -87,9 +89,9 @@ def nothing_late(first: Program, last: Program) -> Mapping[str, int]:
 
 
 def half_together(k: int, count: int) -> int:
-    """With which of `count` sums what needs sum k is used: of those that are left half go together.
+    """Groups updates: each group takes half of the sums that remain; returns the last sum of the group of sum k.
 
-    Little is to be done when the last one is back, and there are log₂ of `count` programs to compile.
+    Little is left to do when the last sum is back, and about log₂ of `count` programs have to be compiled.
     """
     return count - (1 << (count - k).bit_length() - 1)
 
@@ -105,7 +107,7 @@ def in_stages(
     used: Callable[[int, int], int] = half_together,
     late: Late = nothing_late,
 ) -> TaskList:
-    """Each round cut where its messages are made, and where those of the round before come back.
+    """Cuts each round where its messages are made, and where those of the round before come back.
 
     Args:
       placement: where the replicas' programs run.
@@ -114,8 +116,8 @@ def in_stages(
       pending: likewise.
       shards: likewise.
       rows: likewise.
-      used: (k, count) → with which of so many messages what needs the k-th is used in an update.
-      late: which of the arguments come late, and in which order: the first round is cut there as well.
+      used: (k, count) → the message, of so many, on whose return an update uses message k.
+      late: names the arguments that come late, in their order: the first round is cut there as well.
 
     Returns:
       The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
@@ -123,27 +125,34 @@ def in_stages(
     arguments = forms_of((state, pending, shards, rows))
     given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
     names = {word: names_of(word, tree) for word, tree in given.items()}
-    sends, came, held = list[Communicate](), (None, None), list[str]()
-    programs, following = list[Program](), communications([one.reductions for one in pieces.rounds])
+    sends = list[Communicate]()
+    came = (None, None)
+    held = list[str]()
+    programs = list[Program]()
+    following = communications([one.reductions for one in pieces.rounds])
 
     def of(words: Sequence[str]) -> list[str]:
         return [name for word in words for name in names[word]]
 
     for one, leave in zip(pieces.rounds, following):
         closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
-        read, before = [*of(one.reads), *_written(sends), *held], len(of(one.reads))
+        read = [*of(one.reads), *_written(sends), *held]
+        before = len(of(one.reads))
         held = _passed_on(closed, read, len(jax.tree.leaves(messages)), names_of(f"kept by {one.name}", kept))
         back = {before + k: k for k in range(len(sends))}
         programs.append(Program(one.name, one.kind, closed, read, back, [*_read(leave), *held]))
-        sends, came = leave, (_back(leave, messages), kept)
+        came = _back(leave, messages), kept
+        sends = leave
 
     nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
     closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
     there = of(("state", SHARDS))
-    read, results = [*there, *_written(sends), *held, BYTES], [*names_of("result", result), *names_of(NEW, new)]
+    read = [*there, *_written(sends), *held, BYTES]
+    results = [*names_of("result", result), *names_of(NEW, new)]
     last = Program(pieces.name, "update", closed, read, {len(there) + k: k for k in range(len(sends))}, results)
 
-    tasks, comes = list[Task](), late(programs[0], last)
+    tasks = list[Task]()
+    comes = late(programs[0], last)
     for program, leave in zip(programs, following):
         in_turn = program.back and program.kind == "update"
         for task in _in_turn(used, program) if in_turn else _as_made(program, comes):
@@ -160,12 +169,14 @@ def in_stages(
 
 
 def _as_made(program: Program, late: Mapping[str, int]) -> list[Compute]:
-    """A round, cut where a message is made and where something comes that it needs: a message, or a late argument."""
-    made, title = program.made, program.name.replace("backward", "stage")
+    """Cuts a round where it makes a message, and where it has to wait for a message or for a late argument."""
+    made = program.made
+    title = program.name.replace("backward", "stage")
     messages = sum(name.startswith("message ") for name in made)
-    groups, kept = [[k] for k in range(messages)], list(range(messages, len(made)))
+    groups = [[k] for k in range(messages)]
+    kept = list(range(messages, len(made)))
     if not groups or take_more(program.closed, kept):
-        groups.append([])  # no message waits for what is not in it
+        groups.append([])  # so that no message waits for what it does not need
     groups[-1] += kept
     comes = {at: late[name] for at, name in enumerate(program.read) if name in late}
     comes |= {at: k + 1 for at, k in program.back.items()}
@@ -173,10 +184,11 @@ def _as_made(program: Program, late: Mapping[str, int]) -> list[Compute]:
 
 
 def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]:
-    """What is made of messages that come back one after the other, in stages.
+    """Cuts an update into stages, as its messages come back one after the other.
 
-    What a message is for is done when it is back; how much was sent is known when all of them are. What speaks with the
-    other replicas itself, for a norm say, waits for all and is waited for: beside a message it would mix with that.
+    The work for a message is done when that message is back; the bytes that were sent are known when all are back. An
+    update with collectives of its own, for a norm say, waits for all messages and is waited for: beside a message its
+    collectives would mix with that.
     """
     count = max(1, len(program.back))
     back = program.back | {at: count - 1 for at, name in enumerate(program.read) if name == BYTES}
@@ -187,14 +199,14 @@ def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]
 
 
 def _passed_on(closed: ClosedJaxpr, given: Sequence[str], first: int, names: Sequence[str]) -> list[str]:
-    """The names of what a program makes from its output `first` on: what it hands on as it was given keeps its own."""
+    """Names the outputs of a program from `first` on: an input that it hands on unchanged keeps its name."""
     there = dict(zip(closed.jaxpr.invars, given))
     made = closed.jaxpr.outvars[first:]
     return [name if isinstance(var, Literal) else there.get(var, name) for var, name in zip(made, names)]
 
 
 def _nothing_sent(pieces: Pieces) -> dict[str, Any]:
-    """The bytes of no message at all, which no task writes."""
+    """The bytes of a step without messages, which no task writes."""
     return {} if pieces.reductions else {BYTES: np.zeros(0, np.uint32)}
 
 
@@ -208,7 +220,7 @@ def _came(kept: Any, *back: Any) -> tuple[Messages, Any]:
 
 
 def _back(sends: Sequence[Communicate], messages: Messages) -> Messages:
-    """The forms of what comes back of messages."""
+    """The forms in which messages come back."""
     arrays = [task.reduction.back(x) for task, x in zip(sends, messages.arrays)]
     return replace(messages, arrays=tuple(arrays))
 
@@ -230,8 +242,9 @@ def stages_of(
     groups: Sequence[Sequence[int]],
     comes: Mapping[int, int] | None = None,
 ) -> list[Compute]:
-    """The stages of a program as tasks; what it hands on under the name by which it was given nobody makes."""
-    jaxpr, there = closed.jaxpr, set(given)
+    """Cuts a program into stages, as tasks. No stage makes an output with the name of an input: it is that input."""
+    jaxpr = closed.jaxpr
+    there = set(given)
     groups = [[number for number in group if made[number] not in there] for group in groups]
     outputs = [jaxpr.outvars[number] for group in groups for number in group]
     consts = dict(zip(jaxpr.constvars, closed.consts))
@@ -252,7 +265,7 @@ def stages_of(
 
 
 def _handing(stage: Stage, inputs: int) -> Callable[..., Sequence[Any]]:
-    """A stage; what it hands on to later ones is each replica's own, and crosses with a first dim."""
+    """Runs a stage. The values that it hands on to later stages are each replica's own: they get a first dim."""
 
     def run(*values: jax.Array) -> Sequence[Any]:
         read = [value if number < inputs else value[0] for number, value in zip(stage.reads, values)]
@@ -264,7 +277,7 @@ def _handing(stage: Stage, inputs: int) -> Callable[..., Sequence[Any]]:
 
 
 def forms_of(tree: Any) -> Any:
-    """The forms of arrays; NumPy's as in JAX."""
+    """The forms of arrays; NumPy's arrays get the dtypes that JAX would give them."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)
 
 

@@ -1,4 +1,4 @@
-"""All tasks in one XLA program, whose scheduler overlaps where it can."""
+"""Runs all tasks in one XLA program, whose scheduler overlaps where it can."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from fddp.schedules.tasks import BYTES, Communicate
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """One XLA program with an all-reduce per bucket in it; XLA's scheduler overlaps where it can (GPU, TPU).
+    """Runs one XLA program with an all-reduce per bucket; XLA's scheduler overlaps where it can (GPU, TPU).
 
     Args:
       group: the replicas.
@@ -50,7 +50,7 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
         try:
             result = launch(*given)
         except BaseException:
-            program.lower(*given)  # what cannot be traced has sent nothing, and fails here once more
+            program.lower(*given)  # a step that cannot be traced has sent nothing, and fails here once more
             group.recovery.sends()
             raise
         group.recovery.sends()
@@ -65,23 +65,25 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
 def traced(
     group: Group, make: MakeList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
 ) -> tuple[Any, Any, Memory]:
-    """What one replica does; each message has a name by which `fddp.audit` finds it.
+    """Runs the tasks of one replica, each message under a name by which `fddp.audit` finds it.
 
-    Where a hook's sum is not finite, all remember what they did before: of an overflow nothing would ever be finite
-    again, and an optimizer that passes such a step over does not use the other sums either.
+    If one hook's sum is not finite, all hooks keep the memory that they had before. One that remembered an overflow
+    would never be finite again; and an optimizer that skips such a step does not use the other hooks' sums either.
     """
-    listed, comm = make(state, pending, shards, rows), group.communicator
-    values, before = (
-        listed.enter(state, pending, shards, rows),
-        drop_replica_dim(memory) or ((),) * len(listed.messages),
-    )
-    sums, remembered, sent = list[str](), list[Any](), list[Any]()
+    listed = make(state, pending, shards, rows)
+    comm = group.communicator
+    values = listed.enter(state, pending, shards, rows)
+    before = drop_replica_dim(memory) or ((),) * len(listed.messages)
+    sums = list[str]()
+    remembered = list[Any]()
+    sent = list[Any]()
     for task in listed.tasks:
         read = [values[name] for name in task.reads]
         if not isinstance(task, Communicate):
             values.update(zip(task.writes, task.run(*read)))
             continue
-        message, said = read[0], read[1] if len(read) > 1 else None
+        message = read[0]
+        said = read[1] if len(read) > 1 else None
         with jax.named_scope(scope(task)):
             # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
             # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose

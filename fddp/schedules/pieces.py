@@ -1,8 +1,8 @@
 """The pieces of a step, and what a schedule makes of them.
 
-A step speaks in rounds: each makes messages, of the gradients or of what came back of the messages before, and the
-replicas sum, scatter or gather them; `finish` uses what came back last. A schedule makes a list of tasks of the pieces
-and launches it; the mathematics is the pieces' own.
+A step communicates in rounds. Each round makes messages, from the gradients or from what the round before brought back,
+and the replicas sum, scatter or gather them. `finish` uses what came back last. A schedule makes a list of tasks from
+the pieces and launches it; the mathematics is the pieces' own.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ from fddp.schedules.timeline import Timeline
 
 
 class Round(NamedTuple):
-    """What is made of what came back before, and sent."""
+    """Messages that leave together, made from what the round before brought back."""
 
     name: str
     reads: tuple[str, ...]
-    """Which of "state", "pending", "shards" and "rows" it is given."""
+    """The arguments that it is given, of "state", "pending", "shards" and "rows"."""
     run: Callable[..., tuple[Messages, Any]]
-    """(*what it reads, what came back, what was kept) → what this replica sends, and what it keeps for itself; nothing
-    has come back or was kept before the first round: None."""
+    """(*what it reads, what came back, what was kept) → what this replica sends, and what it keeps for itself. In the
+    first round nothing came back and nothing was kept: None."""
     reductions: tuple[Reduction, ...]
-    """How each message is summed."""
+    """The reduction of each message."""
     kind: Literal["compute", "update"] = "update"
     """"compute": the forward and backward pass, which are long: each message leaves as soon as it can be made."""
 
@@ -41,14 +41,14 @@ class Pieces(NamedTuple):
     """(state, shards, what came back, what was kept, bytes sent per message) → the step's result, equal on all
     replicas, and the shards of the next state."""
     name: str = "update"
-    """What finishing is called."""
+    """The name of the task that finishes."""
     uses: Mapping[str, int] = MappingProxyType({})
-    """When the forward pass first uses what a message brings, by the message's name, the same on all ranks; those that
-    are left out bring what all else waits for."""
+    """The moment at which the forward pass first uses what a message brings, by the message's name, the same on all
+    ranks. Messages that are left out bring what all else waits for."""
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """How the messages are summed, of one round after the other."""
+        """The reductions of all messages, one round after the other."""
         return tuple(reduction for one in self.rounds for reduction in one.reductions)
 
 
@@ -61,11 +61,11 @@ class Runner(NamedTuple):
     lower: Callable[[Any, Any, Any, Memory, Any], jax.stages.Lowered] | None
     """The step as XLA gets it, where it is one program."""
     timeline: Callable[[], Timeline] | None
-    """When the last step computed and communicated, where it is several programs."""
+    """The spans of the last step, where it is several programs."""
     tasks: Callable[[Any, Any, Any, Any], TaskList]
     """(state, pending, shards, rows), or their forms → what is launched, in order; nothing runs."""
     promises: bool = False
-    """Whether of the state a `Promise` may be given and come back in place of an array."""
+    """Whether a `Promise` may stand for an array of the state, both in what is given and in what comes back."""
     rehearse: Callable[..., None] = lambda *arguments: None
     """(state, pending, shards, rows), as forms of one replica: tries the steps that are due only later."""
 

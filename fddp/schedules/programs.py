@@ -21,7 +21,7 @@ from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
-# (placement, tasks, values that are there at first, whether the state's memory may be reused, what says what compiles)
+# (placement, tasks, values that are there at first, whether the state's memory may be reused, reports what compiles)
 MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], bool, Compiling], Programs]
 
 
@@ -31,22 +31,22 @@ class Prepared(NamedTuple):
     listed: TaskList
     programs: Programs
     send: Callable[..., Sent]
-    """What sends its messages."""
+    """Sends its messages."""
     last_reads: dict[str, tuple[str, ...]]
-    """What no task reads after this one, for each by name."""
+    """The values that no task reads after this one, for each task by name."""
 
 
 def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool) -> Callable[..., Prepared]:
-    """Makes a function of a step's arguments, which prepares once for each form of them.
+    """Makes a function that prepares a list, once for each form of a step's arguments.
 
     Args:
       group: the replicas.
       make: makes the list.
       programs: `jitted` or `compiled`.
-      donate: whether a task may use the memory of the state that no later one reads.
+      donate: whether a task may reuse memory of the state that no later task reads.
 
     Returns:
-      (state, pending, shards, rows), as all replicas together have them → what is ready.
+      (state, pending, shards, rows), as all replicas together have them → the list, ready to be launched.
     """
     known: dict[Any, Prepared] = {}
 
@@ -73,8 +73,8 @@ def jitted(
       placement: where they run.
       listed: the tasks.
       values: those that are there at first.
-      donate: whether a task may use the memory of the state that no later one reads.
-      says: what says what compiles.
+      donate: whether a task may reuse memory of the state that no later task reads.
+      says: reports what compiles.
 
     Returns:
       A program for each compute task, by its name.
@@ -92,26 +92,28 @@ def jitted(
 def on_each_device(
     placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
 ) -> Programs:
-    """Programs of one replica, which each of this process's runs by itself: XLA knows of no others.
+    """Programs of one replica: each replica of this process runs them by itself, and XLA knows of no others.
 
-    A program for all replicas at once is made for their number, and may round otherwise than one for another number.
+    XLA compiles a program of all replicas for their number, and it may round differently for another number.
 
     Args:
       placement: where they run.
       listed: the tasks.
       values: those that are there at first: tuples of what each replica has.
-      donate: whether a task may use the memory of the state that no later one reads.
-      says: what says what compiles.
+      donate: whether a task may reuse memory of the state that no later task reads.
+      says: reports what compiles.
 
     Returns:
       A program for each compute task, by its name; tasks that share a function share a program.
     """
     del values
-    last, known = listed.last_reads, dict[Any, Callable[..., Sequence[Any]]]()
+    last = listed.last_reads
+    known = dict[Any, Callable[..., Sequence[Any]]]()
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
-        # By the update alone: a stage that gave something away would be another program than for the others.
-        gives, read = donate and task.kind == "update", last[task.name]
+        # Updates alone donate: a stage that did would no longer share a program with the same stage of others.
+        gives = donate and task.kind == "update"
+        read = last[task.name]
         free = tuple(at for at, name in enumerate(task.reads) if gives and name in read and _of_state(name))
         free += tuple(range(task.reuses))
         if (task.run, free) not in known:
@@ -129,7 +131,7 @@ def on_each_device(
 
 
 def _joined(placement: Placement, name: str, arrays: tuple[Any, ...]) -> Any:
-    """What leaves such programs, to be sent or returned, as one array; all else stays with each replica."""
+    """Joins the arrays of a value that is sent or returned into one; all other values stay with each replica."""
     if equal_everywhere(name):
         return placement.together(arrays, REPLICATED)
     return placement.together(arrays, placement.per_replica) if name.startswith("message ") else arrays
@@ -143,22 +145,23 @@ def compiled(
     says: Compiling,
     last: Mapping[str, Sequence[str]] | None = None,
 ) -> Programs:
-    """Programs that are compiled here, before anything is run; equal ones once.
+    """Compiles all programs before any of them runs, equal ones once.
 
     Args:
       placement: where they run.
       listed: the tasks.
       values: those that are there at first, as all replicas together have them.
-      donate: whether a task may use the memory of the state that no later one reads.
-      says: what says what compiles.
-      last: what no later one reads, for each by name; None: as the list has it.
+      donate: whether a task may reuse memory of the state that no later task reads.
+      says: reports what compiles.
+      last: the values that no task reads after this one, for each task by name; None: as the list has them.
 
     Returns:
       A program for each compute task, by its name.
     """
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
-    last, programs = listed.last_reads if last is None else last, Programs()
-    # Beside each program the constants that it was made for: while they live no other object has their ids.
+    last = listed.last_reads if last is None else last
+    programs = Programs()
+    # Keeps the constants of each program alive, so that their ids stay unique.
     known: dict[Any, tuple[Callable[..., Sequence[Any]], Sequence[Any]]] = {}
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
@@ -175,8 +178,8 @@ def compiled(
         told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
         same = (lowered.as_text(), jax.tree.structure(read), *shapes, *told_apart)
         if same not in known:
-            # What is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another layout, and
-            # not the token that MPI's collectives hand on.
+            # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another
+            # layout, nor the token that MPI's collectives hand on.
             ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
             made = lowered.compile() if ahead else first_call(jit, task.name, says)
             known[same] = made, traced.jaxpr.consts
@@ -188,7 +191,7 @@ def compiled(
         for task in listed.tasks:
             if isinstance(task, Compute):
                 now = f"program {len(programs) + 1} of {count} ({task.name})"
-                # For some there is nothing to do: what they wait for is used elsewhere.
+                # A stage that writes nothing has nothing to do: other stages use what it waits for.
                 programs[task.name] = program(task) if task.writes else task.run
             else:
                 back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
@@ -207,12 +210,13 @@ def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) ->
 
 
 def _usable(task: Compute, free: Sequence[str], forms: Mapping[str, Any]) -> list[int]:
-    """Places of the state's values whose memory a result can have: none is donated that has no such place."""
+    """Inputs to donate: values of the state, each with a result of the same shape that can have its memory."""
 
     def wants(name: str) -> Counter[Any]:
         return Counter((equal_everywhere(name), *shape) for shape in _shapes(forms[name]))
 
-    room, places = sum(map(wants, task.writes), Counter()), list[int]()
+    room = sum(map(wants, task.writes), Counter())
+    places = list[int]()
     for at, name in enumerate(task.reads):
         if name in free and _of_state(name) and wants(name) <= room:
             room -= wants(name)

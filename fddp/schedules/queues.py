@@ -1,4 +1,4 @@
-"""Tasks in several queues, each done in its order by a thread of its own; what they hand to each other is promised."""
+"""Runs tasks in several queues, each in its order on a thread of its own; futures carry values between queues."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ import jax
 
 from fddp.schedules.tasks import Task
 
-# What does a task: (task, values that it reads) → values that it writes.
+# Does a task: (task, values that it reads) → values that it writes.
 Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
 
 
@@ -19,11 +19,13 @@ class Promise(Future[Any]):
 
     def __init__(self, form: jax.ShapeDtypeStruct) -> None:
         super().__init__()
-        self.form, self.shape, self.dtype = form, form.shape, form.dtype
+        self.form = form
+        self.shape = form.shape
+        self.dtype = form.dtype
 
 
 def forms_promised(tree: Any) -> Any:
-    """A tree with the forms of what is promised in its place."""
+    """Replaces each promise in a tree by its form."""
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
 
 
@@ -37,24 +39,25 @@ class Queues:
         kept: Iterable[str],
         promise: Callable[[str], Future[Any]] = lambda name: Future(),
     ) -> None:
-        """Promises all that is read or kept.
+        """Makes a future for each value that a task writes and another one reads, and for each that is kept.
 
         Args:
           tasks: of all queues.
           values: those that are there at first, or futures of them.
-          kept: names of values that are wanted in the end; a value that is not is let go of when its last reader has
-            it, so that its memory can be used again.
-          promise: makes the future of one that is kept.
+          kept: names of values that are wanted in the end. All others are dropped as soon as their last reader has
+            them, so that their memory can be used again.
+          promise: (name) → the future of a value that is kept.
         """
         self.kept = {name: promise(name) for name in kept}
-        self._readers, self._lock = Counter(name for task in tasks for name in task.reads), Lock()
+        self._readers = Counter(name for task in tasks for name in task.reads)
+        self._lock = Lock()
         written = {name for task in tasks for name in task.writes}
         read = {name: self.kept.get(name) or Future[Any]() for name in written & self._readers.keys()}
         given = {name: values[name] for name in values.keys() & self._readers.keys()}
         self._there: dict[str, Any] = {**given, **self.kept, **read}
 
     def work(self, queue: Sequence[Task], do: Do, idle: Callable[[], None] = lambda: None) -> None:
-        """Does the tasks of a queue; an error breaks the promises of what is left of it, so that nobody waits for them.
+        """Does the tasks of a queue. An error also reaches all who wait for the rest of it, so that nobody hangs.
 
         Args:
           queue: in order.

@@ -1,4 +1,4 @@
-"""A step tried on the forms of its arguments: what cannot be fails before the step is due."""
+"""Tries a step on the forms of its arguments: a step that cannot be taken fails before it is due."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ def rehearse(group: Group, pieces: Pieces, *arguments: Any) -> None:
 
 
 def _sums(group: Group, reductions: Sequence[Reduction], messages: Sequence[Any]) -> tuple[Any, ...]:
-    """The forms of what comes back of messages."""
+    """The forms in which messages come back."""
     back = list[Any]()
     for one, message in zip(reductions, messages):
         said = None if one.asks is None else back[one.asks.message]

@@ -1,4 +1,4 @@
-"""The sum of one message over replicas, made between programs: what the schedules of several programs send with."""
+"""Sums one message over the replicas between programs, for the schedules that run several programs."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -20,12 +20,12 @@ class Sent(NamedTuple):
 
     total: Any
     memory: Any
-    """What its reduction remembers."""
+    """The memory of its reduction."""
     nbytes: Any
     """Bytes that each replica sent."""
     span: Span
     finite: bool = True
-    """Whether a hook's sum is; the same on all ranks."""
+    """Whether a hook's sum is finite; the same on all ranks."""
 
 
 def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
@@ -36,9 +36,11 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
       reductions: how the messages are summed.
 
     Returns:
-      `send(k, memory, said, message)`: the sum of message k; `said()` is what came back of the message that it asks.
+      `send(k, memory, said, message)`, which returns the sum of message k; `said()` returns the sum that decides
+      whether this message is needed.
     """
-    own, transports = group.placement.per_replica, side_by_side(group, reductions)
+    own = group.placement.per_replica
+    transports = side_by_side(group, reductions)
 
     def program(reduction: Reduction) -> Callable[..., Any]:
         def run(message: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
@@ -46,19 +48,22 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             return total, add_replica_dim(mine), sent, all_finite(total)
 
         back = own if reduction.collective == "reduce_scatter" else REPLICATED
-        # What is remembered is not donated: `remembered` may still want it.
+        # The memory is not donated: `remembered` may still want it.
         return group.placement.program(run, (own, own), (back, own, REPLICATED, REPLICATED))
 
     programs = [program(reduction) for reduction in reductions]
 
     def send(k: int, memory: Memory, said: Callable[[], jax.Array], message: jax.Array) -> Sent:
-        reduction, transport = reductions[k], transports[k % len(transports)]
+        reduction = reductions[k]
+        transport = transports[k % len(transports)]
         mine = memory[k] if memory else ()
-        size, finite = message.size // group.placement.replicas_in_array, True
+        size = message.size // group.placement.replicas_in_array
+        finite = True
         needed = reduction.asks is None or jax.device_get(said())[list(reduction.asks.places)].any()
         start = perf_counter()
         if not needed:
-            total, sent, size = group.placement.place(np.zeros(size, message.dtype), REPLICATED), 0, 0
+            total = group.placement.place(np.zeros(size, message.dtype), REPLICATED)
+            sent = size = 0
         else:
             group.recovery.sends()
             with TraceAnnotation(reduction.name), group.journal.message(reduction.title, size * message.dtype.itemsize):
@@ -77,18 +82,21 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
 
 def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
-    """What hooks remember when all messages are back: what they did before, if one of the sums is not finite."""
+    """The hooks' memory when all messages are back: the one from before, if one of the sums is not finite."""
     return tuple(one.memory for one in sends[: len(memory)]) if all(one.finite for one in sends) else memory
 
 
 def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
-    """What carries the messages between programs, in turn; hooks share one communicator, where two would mix, and so do
-    parts, which have owners in one order of the replicas, and rows, of which there is one order to add them in."""
+    """The transports that take turns with the messages between programs.
+
+    Hooks share one communicator, where two would mix. So do reduce-scatters and all-gathers, whose parts have owners in
+    one order of the replicas, and tree-reduces, which add in one order.
+    """
     alone = any(reduction.apply or reduction.collective != "all_reduce" for reduction in reductions)
     return (group.transport,) if alone or not group.transport.clones else group.transport.clones
 
 
 def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[jax.Array, " messages"]:
-    """What each replica sent for each message (at most 2³² − 1 bytes are told), as an argument of a program."""
+    """The bytes that each replica sent for each message, as an argument of a program; at most 2³² − 1 are told."""
     nbytes = jax.device_get([send.nbytes for send in sends])
     return group.placement.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), REPLICATED)

@@ -1,7 +1,7 @@
-"""What `jax.profiler` shows of a step of several programs: its tasks by their names, on the threads that do them.
+"""Shows a step of several programs in `jax.profiler`: its tasks by their names, on the threads that do them.
 
-A program that is launched runs on, on threads of XLA's own; so a task shows when it is launched and while somebody
-waits for it. Where no profiler runs a name costs less than a microsecond.
+A program that is launched runs on threads of XLA's own. So a task shows while it is launched, and again while a thread
+waits for it. A name costs less than a microsecond where no profiler runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ Made = TypeVar("Made")
 
 
 def named(programs: Mapping[str, Callable[..., Sequence[Any]]]) -> dict[str, Callable[..., Sequence[Any]]]:
-    """Programs whose launches show.
+    """Wraps programs, so that their launches show.
 
     Args:
       programs: by the names of tasks.
 
     Returns:
-      The same.
+      The same programs.
     """
 
     def showing(name: str, program: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -34,14 +34,14 @@ def named(programs: Mapping[str, Callable[..., Sequence[Any]]]) -> dict[str, Cal
 
 
 def wait_for(name: str, made: Made) -> Made:
-    """Waits for what a task makes, and the wait shows under its name.
+    """Waits for what a task makes, so that the wait shows under the task's name.
 
     Args:
       name: of the task.
       made: its arrays.
 
     Returns:
-      The same, once they are there.
+      The same arrays, once they are there.
     """
     with TraceAnnotation(name):
         return jax.block_until_ready(made)

@@ -13,13 +13,15 @@ import numpy as np
 
 from fddp.hooks import Reduction
 
-# What is equal on all replicas, by the first word of its name; all else each replica has for itself.
+# The first words of names of values that are equal on all replicas; of all others each replica has its own.
 EQUAL = frozenset({"state", "sum", "whole", "bytes", "result"})
-# What all messages of a list sent, in order; there once the last one is back.
+# The bytes that each message of a list sent, in order; there once the last one is back.
 BYTES = "bytes"
-# The shards of the state that a step is given, and of the one that it makes.
-SHARDS, NEW = "shards", "new"
-# What comes back of a message, by the collective.
+# The shards of the state that a step is given.
+SHARDS = "shards"
+# The shards of the state that a step makes.
+NEW = "new"
+# The first word for a message that came back, by the collective.
 BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
 
 
@@ -30,11 +32,11 @@ class Compute(NamedTuple):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     run: Callable[..., Sequence[Any]] = lambda *values: ()
-    """(values that it reads) → values that it writes; what a replica has for itself comes and goes with a first dim."""
+    """(values that it reads) → values that it writes; those that a replica has for itself have a first dim."""
     kind: str = "compute"
     """"compute" (forward and backward) or "update"."""
     reuses: int = 0
-    """In the memory of so many values, the first that it reads, it may write; nobody else has them."""
+    """The number of its first inputs that may be donated: nobody else has them."""
 
 
 class Communicate(NamedTuple):
@@ -42,11 +44,11 @@ class Communicate(NamedTuple):
 
     name: str
     reads: tuple[str, ...]
-    """The message; and what came back of the one that says whether anybody needs this one, if that is asked."""
+    """The message; and, if another message decides whether anybody needs this one, what came back of that."""
     writes: tuple[str, ...]
-    """What comes back; the last one of a list also the bytes of all."""
+    """The message as it comes back; the last one of a list also writes the bytes of all."""
     reduction: Reduction = Reduction()
-    """How."""
+    """Sums it, or gathers it."""
     kind: str = "communication"
 
 
@@ -64,7 +66,7 @@ class TaskList(NamedTuple):
 
     @property
     def messages(self) -> tuple[Communicate, ...]:
-        """What is sent, in order."""
+        """The messages, in the order in which they leave."""
         return tuple(task for task in self.tasks if isinstance(task, Communicate))
 
     @property
@@ -86,7 +88,7 @@ def equal_everywhere(name: str) -> bool:
 
 
 def first_word(name: str) -> str:
-    """What a value is: "state" of "state/params/w", "message" of "message 2"."""
+    """The kind of a value: "state" of "state/params/w", "message" of "message 2"."""
     return name.replace("/", " ").split()[0]
 
 

@@ -1,4 +1,4 @@
-"""Compute tasks on the main thread, messages on others: each leaves once it is made, and is used once it is back."""
+"""Runs compute tasks on the main thread, and sends messages on others, each as soon as it is made."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from fddp.schedules.timeline import Span, Timeline
 
 
 def staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """The backward cut where buckets become ready: the main thread runs stages, another sends what they made.
+    """Cuts the backward pass where buckets become ready: the main thread runs stages, another one sends their messages.
 
     For hosts whose XLA overlaps nothing by itself (CPU).
 
@@ -51,8 +51,10 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
     Returns:
       The runner.
     """
-    prepare, spans, ran = preparing(group, make, programs, donate), list[Span](), list[Task]()
-    # They begin with the first messages, and live on: of each thread that ends the C library keeps a little.
+    prepare = preparing(group, make, programs, donate)
+    spans = list[Span]()
+    ran = list[Task]()
+    # Threads begin with the first messages and live on: of each thread that ends the C library keeps a little.
     threads = [ThreadPoolExecutor(1, f"fddp-all-reduce-{number}") for number in range(len(group.transport.clones) or 1)]
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
@@ -62,12 +64,14 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
         values = now.listed.enter(state, pending, shards, rows)
         spans.clear()
         ran[:] = now.listed.tasks
-        count, sends = len(side_by_side(group, [task.reduction for task in now.listed.messages])), list[Future[Sent]]()
+        count = len(side_by_side(group, [task.reduction for task in now.listed.messages]))
+        sends = list[Future[Sent]]()
         try:
             send = with_configuration(partial(now.send, memory=memory))
             _launch(group, now, values, send, threads[:count], sends, spans)
         finally:
-            # Nothing is called off: after an error, too, each thread sends what was made, the same on all ranks.
+            # No message is called off: even after an error each thread sends those that were made, the same on all
+            # ranks.
             wait(sends)
         done = [one.result() for one in sends]
         spans.extend(one.span for one in done)
@@ -77,7 +81,7 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
 
 
 def refuse_without_jit(schedule: str) -> None:
-    """Says that a schedule of stages cannot run operation by operation."""
+    """Refuses to run a schedule of stages operation by operation."""
     if without_jit():
         raise ValueError(
             f"under jax.disable_jit() a loss runs operation by operation, and schedule={schedule!r} has cut it into "
@@ -94,9 +98,9 @@ def _launch(
     sends: list[Future[Sent]],
     spans: list[Span],
 ) -> None:
-    """Runs all tasks; adds what they write to the values, what they send, and when they ran."""
+    """Runs all tasks. Adds what they write to `values`, their messages to `sends`, and when they ran to `spans`."""
     clock = perf_counter()
-    # What was launched and is not known to be done, each with its results and the time; and the messages behind it.
+    # Tasks that were launched and may not be done, with their results and start times; and the messages behind them.
     launched = deque[tuple[Compute, Sequence[jax.Array], float] | Communicate]()
 
     def wait_for_launched() -> None:
@@ -111,8 +115,10 @@ def _launch(
             spans.append(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
 
     def leave(task: Communicate) -> None:
-        k, thread = len(sends), len(sends) % len(threads)
-        before, (message, *asked) = sends[thread :: len(threads)][-1:], [values[name] for name in task.reads]
+        k = len(sends)
+        thread = k % len(threads)
+        before = sends[thread :: len(threads)][-1:]
+        message, *asked = [values[name] for name in task.reads]
         sends.append(threads[thread].submit(_follow, before, send, k, said=_said(asked), message=message))
         values.update(dict.fromkeys(task.writes, sends[-1]))
         forget(task)
@@ -134,7 +140,7 @@ def _launch(
         if isinstance(task, Communicate):
             launched.append(task)
             continue
-        # Whatever was made leaves before anything is waited for.
+        # All messages that were made leave before this thread waits for one.
         if not all(name in values and all(one.done() for one in awaited(name)) for name in task.reads):
             wait_for_launched()
         read = [arrived(name) for name in task.reads]
@@ -143,8 +149,8 @@ def _launch(
         try:
             made = now.programs[task.name](*read)
         finally:
-            # One task is queued behind the one that runs, so that the core never waits for Python. What was made
-            # leaves even if the next task fails: an error may show here, or only when its message is waited for.
+            # One task is queued behind the one that runs, so that the core never waits for Python. Messages that were
+            # made leave even if the next task fails: an error may show here, or only when its message is waited for.
             wait_for_launched()
         launched.append((task, made, since))
         values.update(zip(task.writes, made))
@@ -154,12 +160,12 @@ def _launch(
 
 
 def _said(asked: Sequence[Future[Sent]]) -> Callable[[], jax.Array]:
-    """What came back of the message that one asks, once it is there."""
+    """Makes a function that waits for the sum that decides whether a message is needed, and returns it."""
     return lambda: asked[0].result().total
 
 
 def _follow(before: Sequence[Future[Sent]], send: Callable[..., Sent], *args: Any, **kwargs: Any) -> Sent:
-    """Sends after what went before on the same thread; after an error there nothing more, the same on all ranks."""
+    """Sends behind the message before it on the same thread; after an error there nothing more, on all ranks alike."""
     for one in before:
         one.result()
     return send(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""When a step computed and when it communicated: spans, what they say about overlap, and tasks run on paper.
+"""Spans of a step: when it computed, when it communicated, how far both overlapped; and steps simulated on paper.
 
 Source: the columns of Li et al. (VLDB 2020), Fig. 6, and of DDP's logging data.
 """
@@ -40,7 +40,7 @@ class Timeline:
 
     spans: tuple[Span, ...]
     tasks: tuple[Task, ...] = ()
-    """What was launched, with a span each; none where spans are all that is known."""
+    """The tasks that were launched, with a span each; none where only the spans are known."""
 
     @property
     def compute(self) -> tuple[Span, ...]:
@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max((s.end for s in self.spans), default=0) - min((s.start for s in self.spans), default=0)
 
     @property
@@ -86,7 +86,7 @@ class Timeline:
         return 1 - self.exposed / total if total else 0.0
 
     def bound(self) -> float:
-        """The earliest end, in seconds, that these tasks allow, each as long as it took: see `simulate`.
+        """The earliest end that these tasks allow, if each takes as long as it took: see `simulate`.
 
         All-reduces that ran side by side (`fddp.round_robin`) are taken one after the other, each as long as it took
         beside the others.
@@ -111,9 +111,9 @@ class Timeline:
 
 
 class Pace(NamedTuple):
-    """How fast computation and communication go while both are under way, as shares of their speed alone.
+    """The speeds of computation and communication while both are under way, as shares of their speeds alone.
 
-    Traffic is no free companion: on CPU hosts it is added up and copied by cores that the backward pass needs.
+    Traffic slows computing down: on CPU hosts the cores that the backward pass needs also add up and copy messages.
     """
 
     compute: float = 1.0
@@ -126,16 +126,17 @@ def simulate(
     pace: Pace | None = None,
     queue: Callable[[Task], Hashable] = type,
 ) -> Timeline:
-    """Runs a list of tasks on paper.
+    """Simulates a list of tasks, on paper.
 
-    Tasks of one queue go in their order, each as soon as what it reads has been written: what computes on the replica,
-    what communicates on the link. Several queues of what computes share the replica equally, and so the link.
+    The tasks of one queue run in their order, each as soon as what it reads has been written. Those that compute run on
+    the replica, messages on the link. Several queues that compute share the replica equally; several that communicate
+    share the link.
 
     Args:
       tasks: the list.
       seconds: what each task takes alone, by its name; one without a time takes none.
       pace: how computing and traffic slow each other down; None: not at all, the bound of any launcher.
-      queue: in which queue a task stands.
+      queue: (task) → the queue in which it stands.
 
     Returns:
       The step's timeline, from 0.
@@ -149,7 +150,9 @@ def simulate(
       >>> simulate(tasks, seconds, Pace(compute=0.5, communication=0.5)).seconds
       6.0
     """
-    pace, spans, clock = pace or Pace(), list[Span](), 0.0
+    pace = pace or Pace()
+    spans = list[Span]()
+    clock = 0.0
     queues: dict[Hashable, deque[Task]] = {}
     for task in tasks:
         queues.setdefault(queue(task), deque()).append(task)
@@ -191,8 +194,8 @@ def outline(
 ) -> tuple[tuple[Task, ...], dict[str, float]]:
     """A staged step without its programs, and the seconds of its tasks: `simulate` takes both.
 
-    Stage k makes message k, the last one all that are left; the last update needs the last sum, the one before it the
-    one before.
+    Stage k makes message k, and the last stage makes all that are left. The last update needs the last sum, and the
+    update before it the sum before.
 
     Args:
       stages: seconds of each stage alone.
@@ -207,7 +210,8 @@ def outline(
       >>> [task.name for task in tasks]
       ['stage 0', 'bucket 0', 'stage 1', 'bucket 1', 'update 0']
     """
-    tasks, last = list[Task](), len(stages) - 1
+    tasks = list[Task]()
+    last = len(stages) - 1
     for k in range(max(len(stages), len(sends))):
         made = range(len(sends)) if k == last else range(k, k + 1)
         if k <= last:
@@ -223,7 +227,7 @@ def outline(
 
 
 def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
-    """How computation and traffic slowed each other down in a run: work not done while both were busy.
+    """Estimates how computation and traffic slowed each other down in a run: by the work missed while both were busy.
 
     Args:
       line: the run.
@@ -246,7 +250,7 @@ def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
     return Pace(speed(line.computing, stages), speed(line.communicating, sends))
 
 
-SLOWEST = 0.05  # a pace is a share of something: a run so noisy that it shows none still gets on
+SLOWEST = 0.05  # no pace is lower, so that a simulation ends even where a noisy run shows no speed at all
 
 
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:

@@ -1,7 +1,8 @@
-"""A step that returns before its last sums are back: they come, and are used, under the next one's forward pass.
+"""Returns from a step before its last sums are back: they come, and are used, under the next step's forward pass.
 
-What is still to come of the state is a promise. Whoever reads it waits; a step that is given it does not, but lets each
-of its stages wait for what that stage reads. So nothing is ever stale, whatever becomes of the state meanwhile.
+An array of the state that is still to come is a promise. Whoever reads it waits. A step that is given promises begins
+at once, and each of its stages waits for what that stage reads. So nothing is ever stale, whatever becomes of the state
+meanwhile.
 
 Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between steps in the same way.
 """
@@ -36,11 +37,11 @@ from fddp.schedules.trial import Trial
 
 
 def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Stages beside all-reduces, and updates beside both; what the state still lacks when the stages are over follows.
+    """Runs stages beside all-reduces, and updates beside both; returns after the stages, and the rest follows.
 
     Messages and updates have a thread each. The messages of all steps leave on a communicator of their own, one after
-    the other. Where there is none, for a process has several devices or sums go over nodes first, nothing is under way
-    between two steps. Where there are two orders of the messages, the first steps try both.
+    the other. Where a process has several devices, or sums go over nodes first, there is no such communicator, and
+    nothing is under way between two steps. Where there are two orders of the messages, the first steps try both.
 
     Args:
       group: the replicas.
@@ -48,11 +49,11 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
       donate: whether updates may reuse the optimizer's state's memory.
 
     Returns:
-      The runner; of its result what takes the place of a part of the state may be a `Promise`.
+      The runner; a result that replaces an array of the state may be a `Promise`.
     """
     lane, beside = own_lane(group)
     plain = _all_plain(pieces)
-    # On a mesh a hook's sums go over the communicator on which hosts speak between two steps.
+    # On a mesh a hook's sums use the communicator that hosts use between two steps.
     beside = beside and (group.axis_name is None or not any(one.apply for one in pieces.reductions))
     steps = Steps(group, beside, pieces.uses if plain and beside else {}, donate)
     pieces = _told_at_once(group, pieces) if plain else pieces
@@ -71,14 +72,14 @@ def trailing(group: Group, pieces: Pieces, donate: bool) -> Runner:
         now = prepare(state, pending, shards, rows)
         values = now.listed.enter(state, pending, shards, rows)
         steps.admit(values)
-        group.recovery.sends()  # who fails from here on may not begin anew alone
+        group.recovery.sends()  # a rank that fails from here on may not begin anew alone
         return *now.listed.leave(steps.step(now, values)), memory
 
     return Runner(run, None, steps.log.timeline, tasks, promises=True)
 
 
 class Parts(NamedTuple):
-    """A list, by its queues."""
+    """The tasks of a list, by their queues."""
 
     computes: list[Task]
     messages: tuple[Task, ...]
@@ -86,14 +87,14 @@ class Parts(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is found once for each form of arguments."""
+    """Facts that are found once for each form of arguments."""
 
     orders: tuple[Parts, ...]
     """The list, in each order of its messages that may be the fastest."""
     results: list[str]
-    """What a step returns."""
+    """Names of the values that a step returns."""
     gives: list[str]
-    """What it gives away of the state; when the next step begins it may not have come to that yet."""
+    """Names of the state's arrays that a step donates; it may not have come to that when the next step begins."""
 
 
 def _parts(listed: TaskList) -> Parts:
@@ -102,7 +103,7 @@ def _parts(listed: TaskList) -> Parts:
 
 
 class Steps:
-    """Steps of which one begins while the one before it ends."""
+    """Runs overlapping steps, each of which begins while the last sums of the one before it come back."""
 
     def __init__(self, group: Group, beside: bool, first_use: Mapping[str, int], donate: bool) -> None:
         """Args:
@@ -111,22 +112,27 @@ class Steps:
         first_use: of the messages that may be put off, see `trailed`.
         donate: whether updates may reuse the state's memory.
         """
-        self._group, self._beside, self._first_use, self._donate = group, beside, first_use, donate
-        self.log, self._trial = Log(), Trial(group)
+        self._group = group
+        self._beside = beside
+        self._first_use = first_use
+        self._donate = donate
+        self.log = Log()
+        self._trial = Trial(group)
         # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
         self._late: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
         self._forms = dict[int, Form]()
-        # For messages and updates, as long as the step lives: of each thread that ends the C library keeps a little.
+        # Threads for messages and updates live as long as the step: of each that ends the C library keeps a little.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fddp-queue")
-        self._jobs, self._used = list[Future[None]](), list[Any]()
+        self._jobs = list[Future[None]]()
+        self._used = list[Any]()
 
     def ordered(self, listed: TaskList) -> TaskList:
-        """A list in the order of the last step's messages."""
+        """Puts a list's messages in the order of the last step's."""
         made = orders(listed, self._first_use)
         return made[min(self._trial.latest, len(made) - 1)]
 
     def admit(self, values: Mapping[str, Any]) -> None:
-        """Says what the step before rules out.
+        """Refuses values that the step before rules out, and a step after a message that failed.
 
         Args:
           values: those that are there at first, or promises of them.
@@ -142,17 +148,18 @@ class Steps:
             self._group.recovery.fail()
 
     def step(self, now: Prepared, values: dict[str, Any]) -> dict[str, Any]:
-        """Runs a step, until its stages are over and what it tells is there.
+        """Runs a step until its stages are over and all results are there that it does not promise.
 
         Args:
           now: its programs.
           values: those that are there at first, or promises of them; they are taken over.
 
         Returns:
-          Its result and the new shards, by name; of the new state promises, but after the first step of a form.
+          Its result and the new shards, by name. The new state is made of promises, but for the first step of a form.
         """
         self.log.begin()
-        late, form = self._late.get(id(now), {}), self._form_of(now)
+        late = self._late.get(id(now), {})
+        form = self._form_of(now)
         parts = form.orders[self._trial.way(len(form.orders))]
         began = perf_counter()
         carried = [name for name in form.results if self._beside and replaces(name) in values]
@@ -197,7 +204,8 @@ class Steps:
         ]
 
     def _sending(self, now: Prepared, parts: Parts) -> Do:
-        numbers, sent = {task.name: number for number, task in enumerate(now.listed.messages)}, dict[str, Sent]()
+        numbers = {task.name: number for number, task in enumerate(now.listed.messages)}
+        sent = dict[str, Sent]()
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
@@ -224,7 +232,7 @@ def _all_plain(pieces: Pieces) -> bool:
 
 
 def _told_at_once(group: Group, pieces: Pieces) -> Pieces:
-    """What plain sums send is known before they leave, and need not be waited for."""
+    """Tells the bytes of plain sums at once: they are known before the sums leave, and need not be waited for."""
 
     def finish(state: Any, shards: Any, came: Messages, kept: Any, nbytes: Any) -> tuple[Any, Any]:
         del nbytes

@@ -1,9 +1,8 @@
 """A list in which each replica stands for several virtual ones, and every program is of one of them.
 
-The forward and backward pass of a virtual replica is cut at places of its own, whatever the buckets are; what its
-stages make is laid into messages, and added to those of its neighbours in the tree, by programs of their own. So the
-same programs run, in whatever order and company: how many replicas there are, which schedule launches them and how
-large the buckets are decides only what is sent when.
+The forward and backward pass of a virtual replica is cut at places that do not depend on the buckets. Other programs
+pack the results of its stages into messages, and add those of its neighbours in the tree. So the same programs
+always run: the number of replicas, the schedule and the size of the buckets decide only what is sent when.
 
 Source: EasyScale (Li et al., SC 2023), whose workers stand for several threads of training.
 """
@@ -22,7 +21,7 @@ from fddp.jaxpr import arrivals, ready_order
 from fddp.schedules.lists import forms_of, names_of, stages_of
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, communications, equal_everywhere
 
-# Gradients of so many bytes end a stage: a place that no option moves.
+# A stage ends after gradients of so many bytes: no option moves that place.
 STAGE_BYTES = 2**20
 FIRST = "first"
 
@@ -33,18 +32,18 @@ class Half(NamedTuple):
     names: tuple[str, ...]
     """Its values."""
     added: bool
-    """Whether it was added here: what a stage made may be what somebody else holds."""
+    """Whether it was added here, so that its memory may be reused; somebody else may hold what a stage made."""
 
 
 class VirtualStep(NamedTuple):
     """A step, per virtual replica."""
 
     each: int
-    """How many virtual replicas a replica stands for."""
+    """The number of virtual replicas for which a replica stands."""
     block: int
-    """How many of these it adds up before it sends."""
+    """The number of them that it adds up before it sends."""
     first: Callable[[], jax.Array]
-    """The number of the first of them, of each replica."""
+    """() → the number of its first virtual replica, for each replica."""
     contribute: Callable[[Any, Any, Any], tuple[tuple[Sequence[Any], Any], Any]]
     """(state, rows, number) → gradients and the tail, and what is kept, of one virtual replica."""
     pack: Callable[[tuple[Sequence[Any], Any]], Sequence[Any]]
@@ -52,9 +51,9 @@ class VirtualStep(NamedTuple):
     unpack: Callable[[Sequence[Any]], Any]
     """Sums of messages → sums."""
     reductions: tuple[Reduction, ...]
-    """How each message is summed."""
+    """The reduction of each message."""
     keep: Callable[[Sequence[Any]], Any]
-    """What each virtual replica kept → what their replica keeps."""
+    """(what is kept, of each virtual replica) → what their replica keeps."""
     finish: Callable[[Any, Any, Any, Any], Any]
     """(state, sums, what is kept, bytes sent per message) → the step's result."""
 
@@ -62,7 +61,7 @@ class VirtualStep(NamedTuple):
 def in_virtual_replicas(
     placement: Placement, step: VirtualStep, state: Any, pending: Any, shards: Any, rows: Any
 ) -> TaskList:
-    """One virtual replica after the other; a message leaves when the last of them has made its part of it.
+    """Lists one virtual replica after the other; a message leaves when the last of them has made its part of it.
 
     Args:
       placement: where the replicas' programs run.
@@ -70,18 +69,22 @@ def in_virtual_replicas(
       state: arguments of one replica, or their forms.
       pending: nothing; there is no `no_sync`.
       shards: nothing.
-      rows: as state.
+      rows: likewise, as for state.
 
     Returns:
       The list; its values are arrays of one replica each, for programs of one.
     """
     del pending, shards
-    state, rows = forms_of(state), forms_of(rows)
+    state = forms_of(state)
+    rows = forms_of(rows)
     number = jax.ShapeDtypeStruct((), np.int32)
-    one, of_state, of_rows = of_one_replica(rows, step.each), names_of("state", state), names_of("rows", rows)
+    one = of_one_replica(rows, step.each)
+    of_state = names_of("state", state)
+    of_rows = names_of("rows", rows)
 
     contribute, (made, kept) = trace(placement, step.contribute, state, one, number)
-    parts, held = names_of("made", made), names_of("kept", kept)
+    parts = names_of("made", made)
+    held = names_of("kept", kept)
     groups = _cuts(made[0], ready_order(contribute, len(made[0])), len(parts), len(held))
     read = [*of_state, *names_of("row", one), "number"]
     stages = stages_of("stage", "compute", contribute, read, [*parts, *held], groups)
@@ -122,20 +125,26 @@ def in_virtual_replicas(
 def _contributions(
     step: VirtualStep, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
 ) -> list[Task]:
-    """The stages of all virtual replicas, and behind each what becomes of what it made.
+    """Lists the stages of all virtual replicas; behind each stage the tasks that add and pack what it made.
 
-    What waits for its other half in the tree waits as it was made; a block that is whole is packed.
+    A sum that waits for its other half in the tree waits as it was made; a block that is whole is packed.
     """
-    tasks, complete = list[Task](), merges(step.block)
-    added, packed = cache(_added), cache(lambda k, count: _packed(packing[k], count))
-    waiting, blocks = [list[Half]() for _ in packing], [list[str]() for _ in packing]
+    tasks = list[Task]()
+    complete = merges(step.block)
+    added = cache(_added)
+    packed = cache(lambda k, count: _packed(packing[k], count))
+    waiting = [list[Half]() for _ in packing]
+    blocks = [list[str]() for _ in packing]
     for v in range(step.each):
-        there, left, last = set[str](), 0, v == step.each - 1
+        there = set[str]()
+        left = 0
+        last = v == step.each - 1
         for stage in stages:
             tasks.append(_renamed(stage, v))
             there |= set(stage.writes)
             while left < len(packing) and there.issuperset(packing[left].reads):
-                k, count = left, complete[v % step.block]
+                k = left
+                count = complete[v % step.block]
                 halves = [waiting[k].pop() for _ in range(count)][::-1]
                 own = Half(tuple(_of(name, v) for name in packing[k].reads), False)
                 reads = tuple(name for half in (*halves, own) for name in half.names)
@@ -160,7 +169,7 @@ def _contributions(
 
 
 def _added(count: int) -> Callable[..., Sequence[Any]]:
-    """Adds what waited, the last of it first, to what comes behind it."""
+    """Makes a program that adds the halves that waited, the last one first, to the values behind them."""
 
     def run(*values: Any) -> Sequence[Any]:
         width = len(values) // (count + 1)
@@ -173,7 +182,7 @@ def _added(count: int) -> Callable[..., Sequence[Any]]:
 
 
 def _packed(packing: Compute, count: int) -> Callable[..., Sequence[Any]]:
-    """The same, packed."""
+    """Makes the same program, which also packs the sum."""
     return lambda *values: packing.run(*_added(count)(*values))
 
 
@@ -182,7 +191,7 @@ def _joined(*blocks: Any) -> Sequence[Any]:
 
 
 def _dealt(each: int, rows: Sequence[str], of_one: Sequence[str]) -> Compute:
-    """A replica's rows, dealt out to its virtual replicas, and their numbers."""
+    """Deals a replica's rows out to its virtual replicas, each with its number."""
 
     def run(first: jax.Array, *rows: jax.Array) -> Sequence[Any]:
         parts = [jnp.split(x, each) for x in rows]
@@ -193,13 +202,15 @@ def _dealt(each: int, rows: Sequence[str], of_one: Sequence[str]) -> Compute:
 
 
 def _cuts(grads: Sequence[Any], order: Sequence[int], parts: int, kept: int) -> list[list[int]]:
-    """Which parts each stage makes: the tail first, gradients in the order of readiness, what is kept last."""
-    groups, filled = [list(range(len(grads), parts))], 0
+    """Picks the parts that each stage makes: the tail first, gradients in the order of readiness, what is kept last."""
+    groups = [list(range(len(grads), parts))]
+    filled = 0
     for i in order:
         groups[-1].append(i)
         filled += grads[i].size * grads[i].dtype.itemsize
         if filled >= STAGE_BYTES:
-            groups, filled = [*groups, []], 0
+            groups = [*groups, []]
+            filled = 0
     groups = [group for group in groups if group]
     groups[-1] += range(parts, parts + kept)
     return groups
