@@ -1,4 +1,4 @@
-"""Which rows a process reads, ranks that run out of them, and the rows of all ranks together.
+"""Rows: those that a process reads, ranks that run out of them, and the rows of all ranks together.
 
 This room imports losses, comm and runtime.
 """

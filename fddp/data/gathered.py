@@ -1,4 +1,4 @@
-"""The rows of all ranks together, as many as each has.
+"""Gathers the rows of all ranks, as many as each has.
 
 Source: `gather_all_tensors` in torchmetrics; `gather_for_metrics` in Accelerate.
 """
@@ -19,7 +19,7 @@ def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
     Args:
       tree: arrays, predictions say, whose first dim counts rows: of equal structure, dtypes and other dims on all
         ranks, with any number of rows, none too.
-      group: who gathers; None: the group of `fddp.init()`.
+      group: the ranks that gather; None: the group of `fddp.init()`.
 
     Returns:
       The tree with the rows of all ranks, as NumPy's arrays on the host.
@@ -33,7 +33,8 @@ def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
       >>> fddp.gather_rows({"row": np.arange(3)})
       {'row': array([0, 1, 2])}
     """
-    group, hosted = group_of("gather_rows", group), list[np.ndarray]()
+    group = group_of("gather_rows", group)
+    hosted = list[np.ndarray]()
 
     def describe() -> list[str]:
         rows = jax.tree_util.tree_map_with_path(_row, tree)
@@ -59,7 +60,7 @@ def _row(path: Any, x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _read(data: bytes, like: list[np.ndarray]) -> list[np.ndarray]:
-    """What one rank sent: how many rows each of its arrays has, then the arrays."""
+    """Reads what one rank sent: the number of rows of each of its arrays, then the arrays."""
     counts = np.frombuffer(data, np.int64, len(like))
     shapes = [(int(count), *x.shape[1:]) for count, x in zip(counts, like)]
     ends = np.cumsum([counts.nbytes, *(np.prod(shape, dtype=int) * x.itemsize for shape, x in zip(shapes, like))])

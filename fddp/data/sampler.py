@@ -1,4 +1,4 @@
-"""Which rows a process reads in which step: an epoch is one permutation, dealt out batch by batch.
+"""Deals rows out to processes: an epoch is one permutation, dealt out batch by batch.
 
 The order depends on the seed and the epoch alone, so nobody has to agree on it, keep it or send it: every process finds
 the same permutation and takes its own part of each batch. A step reads the same rows on any number of processes, and
@@ -113,11 +113,13 @@ def epoch_samples(
     """
     epoch = _whole("epoch", epoch, least=0)
     steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
-    rows, batch = int(rows), int(batch)  # narrow numbers of NumPy's overflow
+    rows = int(rows)  # narrow numbers of NumPy's overflow
+    batch = int(batch)
     # Not seed + epoch, as torch has it: there, epoch 1 of seed 0 is epoch 0 of seed 1.
     order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
     # np.resize cuts, or begins again at the front as often as it takes.
-    dealt, replicas = np.resize(order, (steps, batch)), virtual_replicas or size
+    dealt = np.resize(order, (steps, batch))
+    replicas = virtual_replicas or size
     each = replicas // size
     return np.hstack([dealt[:, number::replicas] for number in range(rank * each, (rank + 1) * each)])
 
@@ -125,9 +127,10 @@ def epoch_samples(
 def _steps_per_epoch(
     rows: Any, batch: Any, rank: Any, size: Any, seed: Any, shuffle: Any, drop_last: Any, virtual_replicas: Any
 ) -> int:
-    """Checks the arguments; how many batches they make of an epoch."""
+    """Checks the arguments; returns how many batches they make of an epoch."""
     rows, batch, size = (_whole(*given, least=1) for given in (("rows", rows), ("batch", batch), ("size", size)))
-    rank, _ = _whole("rank", rank, least=0), _whole("seed", seed, least=0)
+    rank = _whole("rank", rank, least=0)
+    _whole("seed", seed, least=0)
     for name, choice in (("shuffle", shuffle), ("drop_last", drop_last)):
         if not isinstance(choice, bool):
             raise TypeError(f"{name} must be True or False, got {choice!r}.")

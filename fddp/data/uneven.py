@@ -31,7 +31,7 @@ def join(
 
     Args:
       batches: this process's batches; at least one.
-      group: who trains together; None: the group of `fddp.init()`.
+      group: the replicas that train together; None: the group of `fddp.init()`.
       divide_by_initial_world_size: whether sums are divided by all ranks, so that a row weighs the same in every step;
         False: by those that still have data. The reported loss is divided likewise.
       throw_on_early_termination: whether to end on all ranks as soon as one has run out.
@@ -59,7 +59,9 @@ def join(
 
 
 def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bool) -> Iterator[Joined]:
-    last, most, divided = None, 0, True
+    last = None
+    most = 0
+    divided = True
     for number in count():
         mine = next(batches, EXHAUSTED)
         active = group.all_gather(np.array(mine is not EXHAUSTED))
@@ -83,5 +85,5 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
 
 def _joined(batch: Any, rows: int, active: bool, counted: float, leads: bool) -> Joined:
     leading = np.zeros(rows, bool)
-    leading[:1] = leads  # of a process's replicas the one with the first row
+    leading[:1] = leads  # the replica of this process that has the first row leads
     return Joined(batch, np.full(rows, active, np.float32), np.full(rows, counted, np.float32), leading)
