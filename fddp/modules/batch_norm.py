@@ -41,21 +41,21 @@ class BatchNorm(nn.Module):
     axis: int = -1
     """The dim of the features; means are over all others."""
     momentum: float = 0.99
-    """How much of the running averages stays in each step."""
+    """The share of the running averages that stays in each step."""
     epsilon: float = 1e-5
     """Added to the variance."""
     dtype: Dtype | None = None
-    """Of the result; None: that of input and parameters."""
+    """The dtype of the result; None: that of input and parameters."""
     param_dtype: Dtype = jnp.float32
-    """Of scale and bias."""
+    """The dtype of scale and bias."""
     use_bias: bool = True
-    """Whether a bias is added, and"""
+    """Whether a bias is added."""
     use_scale: bool = True
-    """whether what is normalized is multiplied by a scale."""
+    """Whether the normalized values are multiplied by a scale."""
     bias_init: Initializer = nn.initializers.zeros
-    """Makes the first bias,"""
+    """Makes the first bias."""
     scale_init: Initializer = nn.initializers.ones
-    """and this the first scale."""
+    """Makes the first scale."""
     axis_name: str | None = None
     """The replicas' axis, `group.axis_name`; None: this replica's rows alone."""
 
@@ -79,14 +79,16 @@ class BatchNorm(nn.Module):
         """
         frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         wide = partial(jnp.promote_types, jnp.float32)
-        features, others = x.shape[self.axis], [i for i in range(x.ndim) if i != self.axis % x.ndim]
+        features = x.shape[self.axis]
+        others = [i for i in range(x.ndim) if i != self.axis % x.ndim]
         average_mean = self.variable("batch_stats", "mean", jnp.zeros, features, wide(self.param_dtype))
         average_var = self.variable("batch_stats", "var", jnp.ones, features, wide(self.param_dtype))
 
         if mask is not None:
-            x = jnp.where(mask, x, 0)  # also what is NaN there, which would reach the gradients through a product
+            x = jnp.where(mask, x, 0)  # also where x is NaN, which would reach the gradients through a product
         if frozen:
-            mean, var = average_mean.value, average_var.value
+            mean = average_mean.value
+            var = average_var.value
         else:
             axis_name = None if self.is_initializing() else self.axis_name
             count, mean, var = _moments(x.astype(wide(self.dtype or x.dtype)), mask, others, axis_name)
@@ -112,7 +114,7 @@ class BatchNorm(nn.Module):
 def _moments(
     x: Float[Array, "..."], mask: Any, axes: list[int], axis_name: str | None
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
-    """Of each feature: how many elements count over all replicas, their mean and their variance."""
+    """The number of elements that count over all replicas, their mean and their variance, for each feature."""
     counts = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape).astype(x.dtype)
     total = (lambda x: jax.lax.psum(x, axis_name)) if axis_name else (lambda x: x)
     count, sums = total(jnp.stack([counts.sum(axes), (counts * x).sum(axes)]))

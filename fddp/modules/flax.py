@@ -1,8 +1,9 @@
 """Flax modules as pure losses, for both of Flax's APIs.
 
-In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone; what
-comes back takes parameters, buffers and random keys as arguments, which is the form `train_step` wants. The way back
-is `module(state)`: a model again, in memory that no later step reuses; of a state in shards every rank calls it.
+In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone. The
+loss that is made of it takes parameters, buffers and random keys as arguments, the form that `train_step` wants. The
+way back is `module(state)`: a model again, in memory that no later step reuses. If the state is in shards, every rank
+calls it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,26 +25,26 @@ class Linen(NamedTuple):
     """A linen module's loss, and how to make its parameters."""
 
     loss_fn: Callable[..., Any]
-    """For `train_step`: with `model_state=` where `init` gave one, `rng=` where the module draws random numbers."""
+    """The loss for `train_step`; takes `model_state=` where `init` gave one, `rng=` where the module draws numbers."""
     init: Callable[[Any, Any], tuple[Any, Any]]
     """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without buffers."""
     module: Callable[[Any], flax.linen.Module]
     """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it, or read its
-    `.variables`. Of a state in shards every rank calls it."""
+    `.variables`. If the state is in shards, every rank calls it."""
 
 
 class Nnx(NamedTuple):
     """An nnx module's loss, parameters and buffers."""
 
     loss_fn: Callable[..., Any]
-    """For `train_step`: with `model_state=` where there is one, with `rng=` where the module draws random numbers."""
+    """The loss for `train_step`; takes `model_state=` where there is one, `rng=` where the module draws numbers."""
     params: Any
     """A plain tree of the module's `nnx.Param`s."""
     model_state: Any
     """None for modules without buffers."""
     module: Callable[[Any], nnx.Module]
     """`module(state)`: a module of its own with a copy of the state's parameters and buffers, and random streams as
-    `from_nnx` found them; to evaluate, or to save. Of a state in shards every rank calls it."""
+    `from_nnx` found them; to evaluate, or to save. If the state is in shards, every rank calls it."""
 
 
 def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] = ("dropout",)) -> Linen:
@@ -135,9 +136,9 @@ def _with_state(value: Any, model_state: Any) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """Equal values in memory of their own: on one device where this process has the whole of each, else as they lie.
+    """Copies values: onto one device where this process has the whole of each, else to where they lie.
 
-    What replicas hold in shards is put together, and of copies of their own it is the mean (`fddp.whole`).
+    Shards are put together, and the mean is taken of copies that replicas have for themselves (`fddp.whole`).
     """
     refuse_deleted(tree)
     tree = jax.tree.map(jnp.asarray, whole(tree))
