@@ -1,8 +1,8 @@
 """One rank's error ends all ranks, with that rank's message shown.
 
-A rank that dies alone leaves the others waiting inside a collective for ever. So an exception that nobody catches first
-asks whether the other ranks fail too (an error that all can see, a bad option say): then each ends by itself. If not,
-the world is taken down. A rank that dies, or leaves by `sys.exit`, is what the watchers see (`watchdog.py`).
+A rank that dies alone leaves the others waiting inside a collective for ever. So a rank with an exception that nobody
+catches first asks whether the others fail too, as they do of a bad option, say. If they do, each ends by itself. If
+not, this rank takes the world down. The watchers see a rank that dies, or leaves by `sys.exit` (`watchdog.py`).
 """
 
 import math
@@ -19,12 +19,12 @@ import jax
 from fddp.comm import FAILED, Journal, poll
 
 GRACE_S = 5.0
-# So long an error of the transport waits for what the watchers find.
+# Seconds for which a rank with an error of the transport waits for the watchers' verdict.
 VERDICT_S = 3.0
 
 
 class Ending(NamedTuple):
-    """How ranks learn of each other's failure."""
+    """The transport's means by which ranks learn of each other's failure."""
 
     tell: Callable[[str], None]
     """Records this rank's message for the others."""
@@ -83,7 +83,7 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
 
 
 def follows_another(error: BaseException, journal: Journal) -> bool:
-    """Whether an error is what a transport says where another rank has died: not the cause, and the watchers know it.
+    """Whether an error only follows from another rank's death, as a transport's may: the watchers know the cause.
 
     Args:
       error: what was raised on this rank.
@@ -100,7 +100,7 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
 
 
 def read_grace(env: Mapping[str, str]) -> float:
-    """How long a rank that fails waits for the others to fail as well.
+    """Reads how long a rank that fails waits for the others to fail as well.
 
     Args:
       env: environment variables, as `os.environ`.

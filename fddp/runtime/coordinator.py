@@ -1,4 +1,4 @@
-"""JAX's coordination service in a process of its own, beside rank 0: it outlives rank 0 while the others say what was.
+"""Runs JAX's coordination service in a process beside rank 0; it outlives rank 0 until the others have said why.
 
 JAX runs it inside rank 0. When that dies, JAX ends all other processes with stack traces of its own, before fddp can
 say which rank died where.
@@ -17,7 +17,7 @@ import fddp.jax_internals
 from fddp.jax_internals import HEARTBEAT_S, coordination_client, secured
 from fddp.runtime.rendezvous import bind_address
 
-LOOSE = "127.0.0.1:0"  # where JAX's own service listens, to which nobody comes
+LOOSE = "127.0.0.1:0"  # where JAX's own service listens, which no rank uses
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -27,10 +27,10 @@ serve(sys.argv[2], int(sys.argv[3]))
 
 
 class Coordinator(NamedTuple):
-    """Where the service is."""
+    """The service, started."""
 
     bind: str
-    """Where JAX's own service is to listen."""
+    """The address at which JAX's own service is to listen."""
     kept: tuple[int, ...]
     """Files for rank 0 and its watcher to hold: without them the service beside rank 0 ends."""
 
@@ -44,7 +44,7 @@ def start_coordinator(coordinator: str, rank: int, size: int) -> Coordinator:
       size: the number of processes.
 
     Returns:
-      What JAX is to be told, and what is to be held.
+      The address for JAX's own service, and the files to be held.
 
     Raises:
       RuntimeError: it does not start; says why.
@@ -57,7 +57,7 @@ def start_coordinator(coordinator: str, rank: int, size: int) -> Coordinator:
 
 
 def wait_for_all() -> None:
-    """Waits until every rank has come to the end: JAX would, for five minutes, and one may evaluate for longer."""
+    """Waits until every rank has come to the end. JAX would wait five minutes, and a rank may evaluate for longer."""
     client = coordination_client()
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:
@@ -67,7 +67,8 @@ def wait_for_all() -> None:
 def _serve(address: str, size: int) -> int:
     held, kept = os.pipe()
     folder = Path(fddp.jax_internals.__file__).parent
-    # A session of its own: what ends rank 0's group of processes must leave it. What it logs others say in our words.
+    # A session of its own: whatever ends rank 0's group of processes must leave it. Its log is dropped: the ranks say
+    # the same in our words.
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", SERVE, str(folder), address, str(size)],
         stdin=held,

@@ -15,7 +15,7 @@ VERSIONS = (13, 12)
 
 
 def missing_compiler() -> str | None:
-    """What keeps this installation from compiling for GPUs, and what to do.
+    """Says what keeps this installation from compiling for GPUs, and what to do.
 
     Returns:
       A sentence, or None: nothing does.
@@ -31,7 +31,7 @@ def missing_compiler() -> str | None:
 
 
 def expect_no_gpu() -> None:
-    """Tells JAX, before it starts, that a compiler without the rest of CUDA is meant to be so; else does nothing.
+    """Tells JAX, before it starts, that the compiler is meant to be there without the rest of CUDA, where it is so.
 
     Looks for packages and starts nothing: `import fddp` does it.
     """

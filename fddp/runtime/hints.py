@@ -1,4 +1,4 @@
-"""What to say where the environment speaks of other processes than those that this one is going to join.
+"""Hints for a process whose environment speaks of other processes than those that it is going to join.
 
 A process that trains alone though it was started as one of several is the costliest mistake: every one of them does the
 same work, and none complains. So each sign of the others that names no place to meet is one line on stderr.
@@ -16,7 +16,7 @@ MEET = "set FDDP_RANK, FDDP_SIZE and FDDP_COORDINATOR=host:port of rank 0"
 
 
 def hints(launch: Launch, env: Mapping[str, str]) -> tuple[str, ...]:
-    """What to say of the way in which this process was started.
+    """Says what looks wrong about the way in which this process was started.
 
     Args:
       launch: what `read_launch` found.

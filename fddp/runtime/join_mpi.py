@@ -1,4 +1,4 @@
-"""The world of MPI, joined: under an mpiexec whose ranks find each other by its PMI."""
+"""Joins the world of MPI, under an mpiexec whose ranks find each other by its PMI."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
       The group, watched.
 
     Raises:
-      RuntimeError: MPI is not here, or of another mind than the launcher.
+      RuntimeError: MPI is not installed, or contradicts the launcher.
     """
     # mpi4jax warns of every JAX newer than the one it was released with; ours is tested with it.
     os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
@@ -48,7 +48,7 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
 
 
 def agree_on_coordinator(launch: Launch) -> str:
-    """Tells all ranks over MPI where rank 0 can be met, which picks a free port.
+    """Lets rank 0 pick a free port, and tells all ranks over MPI where to meet it.
 
     Args:
       launch: how this process was started.
@@ -87,7 +87,7 @@ def _forget_shared_memory(comm: Any) -> None:
 
 
 def _world(launch: Launch, otherwise: str) -> Any:
-    """MPI's own world, which must be the one that the launcher speaks of; if it is not, what else to do."""
+    """MPI's own world. Raises an error with what else to do where the launcher speaks of another one."""
     if launch.local_size == launch.size:
         # Else MPICH's transport listens at the devices that other hosts reach, though all ranks are on this one.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")

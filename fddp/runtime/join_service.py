@@ -1,4 +1,4 @@
-"""The world of `jax.distributed`, joined and left: processes that meet at a coordinator, over Gloo or NCCL."""
+"""Joins and leaves the world of `jax.distributed`: processes that meet at a coordinator, over Gloo or NCCL."""
 
 import atexit
 import os
@@ -36,7 +36,7 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
       launch: how this process was started.
       timeout_s: as of `fddp.init`.
       stall_s: as of `fddp.init`.
-      undo: gets what is to be done when this process leaves the world.
+      undo: gets the calls that are to be made when this process leaves the world.
 
     Returns:
       The group, watched.
@@ -49,20 +49,21 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
     kept = () if adopted or launch.size == 1 else _join(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
-    rank, size = jax.process_index(), jax.process_count()
+    rank = jax.process_index()
+    size = jax.process_count()
     journal, file = shared_journal(size)
     before = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
     group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
-    if size > 1:  # not sooner: who fails before the watchers are there would wait for days
+    if size > 1:  # not sooner: a rank that fails before the watchers are there would wait for days
         atexit.register(wait_for_all)
         undo.callback(_leave, kept, journal, before, adopted)
     return watched(group, file, stall_s, kept, pmi_socket(launch))
 
 
 def _leave(kept: Sequence[int], journal: Journal, before: Any, adopted: bool) -> None:
-    """Waits until all leave, and goes on alone: what becomes of the others is nothing to this process any more."""
+    """Waits until all leave, and goes on alone: the others' end no longer concerns this process."""
     wait_for_all()
     atexit.unregister(wait_for_all)
     try:
@@ -77,7 +78,7 @@ def _leave(kept: Sequence[int], journal: Journal, before: Any, adopted: bool) ->
 
 
 def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
-    """Starts `jax.distributed`; files that rank 0 and its watcher hold as long as it lasts."""
+    """Starts `jax.distributed`; returns the files that rank 0 and its watcher hold as long as it lasts."""
     late = LATE if backends_started() else ""
     if late:  # before it waits for anybody
         print(f"fddp: rank {launch.rank} of {launch.size}: {late}.", file=sys.stderr, flush=True)
@@ -106,7 +107,7 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
 
 
 def _own_gpu(local_rank: int) -> int:
-    """Which of the GPUs that this process sees is its own: the only one, where the launcher shows it no other."""
+    """Picks this process's own GPU of those that it sees: the only one, where the launcher shows it no other."""
     return 0 if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) else local_rank
 
 

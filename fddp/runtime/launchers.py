@@ -1,7 +1,7 @@
-"""How this process was started: what mpirun, srun, torchrun or variables say about its place in the world.
+"""Finds out how this process was started: what mpirun, srun, torchrun or variables say about its place in the world.
 
-One small function per launcher, each from an environment to a `Launch` or None; the first that knows wins. They only
-read: nothing here starts or connects anything. Launchers that name no place to meet are in `placeless.py`.
+Each launcher has one small function, from an environment to a `Launch` or None; the first one that knows wins. They
+only read: nothing here starts or connects anything. Launchers that name no place to meet are in `placeless.py`.
 """
 
 import os
@@ -18,7 +18,7 @@ from fddp.runtime.placeless import by_prrte, flux, mvapich, numbered, pals
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JAX_VARIABLES = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
-# What launchers say of a process's place.
+# Names of the variables by which launchers tell a process its place.
 SPOKEN = re.compile(
     r"FDDP_(RANK|SIZE|LOCAL_RANK|COORDINATOR)|RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_RUN_ID|JAX_(COORDINATOR_ADDRESS|NUM_PROCESSES|PROCESS_ID)|(OMPI|MV2)_COMM_WORLD_(LOCAL_)?(RANK|SIZE)"
@@ -26,7 +26,7 @@ SPOKEN = re.compile(
     r"|FLUX_(TASK_RANK|JOB_SIZE|TASK_LOCAL_ID)|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_NODELIST|MPI_TYPE)"
     r"|JOB_COMPLETION_INDEX"
 )
-PORTS = 2**12  # above those that Linux gives out by itself
+PORTS = 2**12  # so many, above those that Linux gives out by itself
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -36,7 +36,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
       env: environment variables, as `os.environ`.
 
     Returns:
-      What the first of these says: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux,
+      The place that the first of these tells: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux,
       MVAPICH; Slurm's srun, whatever its --mpi; PALS; JAX's variables; torchrun's, set by somebody else. Where none
       says anything the process is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's place.
 
@@ -51,7 +51,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     started = (torchrun, _open_mpi, _hydra, flux, mvapich, _slurm, pals)
     found = (launcher(env) for launcher in (_explicit, *started, jax_variables, torch_variables, _nobody))
     launch = next(launch for launch in found if launch is not None)
-    # Whoever started the ranks: where they meet can be told beside it.
+    # The place to meet can be set beside any launcher.
     return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
 
 
@@ -72,7 +72,7 @@ def spoken(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def pmi_socket(launch: Launch) -> int | None:
-    """The socket by which MPICH's mpiexec hears of this process, if it has it still.
+    """The socket by which MPICH's mpiexec hears of this process, if it is still open.
 
     Args:
       launch: how this process was started.
@@ -133,7 +133,7 @@ def jax_variables(env: Mapping[str, str]) -> Launch | None:
 
 
 def torch_variables(env: Mapping[str, str]) -> Launch | None:
-    """torchrun's variables, whoever has set them; a RANK that stands alone may be anything."""
+    """torchrun's variables, whoever has set them; a RANK that stands alone may mean anything."""
     if any(name not in env for name in TORCH_VARIABLES):
         return None
     # A store of torch's may hold MASTER_PORT.
@@ -152,7 +152,7 @@ def torch_variables(env: Mapping[str, str]) -> Launch | None:
 
 
 def torchrun(env: Mapping[str, str]) -> Launch | None:
-    """torchrun itself: srun or mpirun may have started it, and it these processes."""
+    """torchrun itself, which srun or mpirun may have started."""
     return torch_variables(env) if "TORCHELASTIC_RUN_ID" in env else None
 
 

@@ -1,4 +1,4 @@
-"""What a training loop tells the watchers, and asks them.
+"""Calls by which a training loop tells the watchers that it lives, and asks them whether to stop.
 
 Source: `reached_preemption_sync_point` in JAX's `multihost_utils`.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from fddp.comm import BETWEEN
 from fddp.runtime.world import init, on_leaving
 
-# What SIGTERM did before `preempted` took it over, once it has.
+# The handler of SIGTERM from before `preempted` took it over; empty until then.
 _before: list[Any] = []
 
 

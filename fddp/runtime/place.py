@@ -17,7 +17,7 @@ class Launch:
     coordinator: str | None = None
     """host:port at which rank 0 can be met; None if the launcher does not say."""
     pmi: str | None = None
-    """What srun's --mpi says, 'pmi2' for one; None if it offers MPI nothing."""
+    """The value of srun's --mpi, 'pmi2' for one; None if it offers MPI nothing."""
     local_size: int | None = None
     """The number of processes on its host; None if the launcher does not say."""
     pmi_fd: int | None = None
@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def may_be_mpi(self) -> bool:
-        """Whether its launcher starts programs of MPI as well; whether this MPI speaks its PMI nobody can ask."""
+        """Whether its launcher starts programs of MPI as well; nobody can ask whether the MPI here speaks its PMI."""
         return self.launcher in ("Flux", "PALS", "MVAPICH") or self.pmi is not None
 
 

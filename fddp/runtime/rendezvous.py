@@ -1,7 +1,8 @@
-"""Where ranks meet before JAX's coordination service starts, which for minutes says neither who is missing nor why.
+"""Lets ranks meet before JAX's coordination service starts, which for minutes says neither who is missing nor why.
 
 Rank 0 listens at the coordinator's port until every other rank has called; then it gives the port to JAX's service. So
-rank 0 knows who has not come, every other rank why it cannot reach rank 0, and both say so while they wait.
+rank 0 knows which ranks have not come, every other rank knows why it cannot reach rank 0, and both say so while they
+wait.
 """
 
 import os
@@ -14,14 +15,16 @@ from functools import partial
 
 from fddp.comm import reports
 
-FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
+FIRST_WORD_S = 5.0
+NEXT_WORD_S = 30.0
 RETRY_S = 0.2
 ATTEMPT_S = 5.0
 TELL_S = 10.0  # so long a rank that cannot join tells the others so
 ANOTHER = "name another port on all ranks: FDDP_COORDINATOR=host:port"
 HEARD = 1024  # bytes of a call
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-GO, STOP = b"go\n", b"stop: "
+GO = b"go\n"
+STOP = b"stop: "
 
 
 def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str = "") -> None:
@@ -59,7 +62,7 @@ def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str 
 ### Rank 0
 
 Guests = dict[socket.socket, int]
-"""The ranks who have come, by the connections that they hold."""
+"""The ranks that have come, by the connections that they hold."""
 
 
 def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: list[str], own: str) -> str | None:
@@ -81,7 +84,7 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
     except OSError as error:
         return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); {ANOTHER}"
     problem: str | None = None
-    callers = set[socket.socket]()  # who has not said anything yet
+    callers = set[socket.socket]()  # those that have not said anything yet
     with closing(door), selectors.DefaultSelector() as watch:
         watch.register(door, selectors.EVENT_READ)
         while len(came) < size - 1:
@@ -98,7 +101,7 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
                     found = _hear(caller, came, size)
                     if found and not problem:
                         problem = found
-                        end = min(end, time.monotonic() + TELL_S)  # who comes later is to hear of it too
+                        end = min(end, time.monotonic() + TELL_S)  # ranks that come later are to hear of it too
                     callers.discard(caller)
                     if caller not in came:
                         watch.unregister(caller)
@@ -109,7 +112,10 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
 
 
 def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
-    """Notes who has called. Ranks call once: one that is heard again has left. A stranger is no problem."""
+    """Notes the rank that has called; returns what is wrong. A rank calls once: if it is heard again, it has left.
+
+    A stranger is no problem.
+    """
     came.pop(caller, None)
     try:
         called = re.fullmatch(rb"fddp: rank (\d+) of (\d+)(?:: (.+))?\n", caller.recv(HEARD))
@@ -117,7 +123,8 @@ def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
         called = None
     if called is None:
         return None
-    rank, its_size = int(called[1]), int(called[2])
+    rank = int(called[1])
+    its_size = int(called[2])
     double = rank in came.values()
     came[caller] = rank
     if its_size != size:
@@ -135,7 +142,7 @@ def _missing(came: Guests, size: int) -> str:
 
 
 def bind_address(coordinator: str) -> str | None:
-    """Where rank 0 is to listen if nobody of another host can mean it by host:port; None: at all its devices."""
+    """The address at which rank 0 listens where host:port means its own host alone; None: at all its devices."""
     return coordinator if coordinator.rsplit(":", 1)[0].strip("[]") in LOOPBACK else None
 
 
@@ -151,7 +158,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _resolve(place: tuple[str, int], end: float, why: list[str]) -> str | None:
-    """Rank 0's own client, too, meets its service by the coordinator's name."""
+    """Waits until the coordinator's name resolves, by which rank 0's own client, too, meets its service."""
     while True:
         try:
             socket.getaddrinfo(*place)
@@ -174,14 +181,14 @@ def _tell(guest: socket.socket, message: bytes) -> None:
 
 
 def _call(rank: int, size: int, place: tuple[str, int], timeout_s: float, why: list[str], problem: str) -> str | None:
-    """Calls rank 0 until it answers; what is wrong, or None."""
+    """Calls rank 0 until it answers; returns what is wrong, or None."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(place, min(left, ATTEMPT_S)) as door:
                 door.sendall(f"fddp: rank {rank} of {size}{problem and f': {problem}'}\n".encode())
                 why[0] = "it is there, and waits for others"
-                # Rank 0 was there before, so its time is over before this.
+                # Rank 0 was there first, so its time is over first.
                 door.settimeout(timeout_s + ATTEMPT_S)
                 answer = door.makefile("rb").readline(4096)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Ranks started from Python: one function, run in fresh processes that find each other.
+"""Starts ranks from Python: runs one function in fresh processes that find each other.
 
 Each process imports the modules that it needs by itself, so the one that calls may have used JAX before. Its standard
 output and error are theirs too.
@@ -29,9 +29,11 @@ from fddp.runtime.launchers import worlds
 from fddp.runtime.world import fails
 
 Result = TypeVar("Result")
-CAME, DONE, FAILED = "came", "done", "failed"
+CAME = "came"
+DONE = "done"
+FAILED = "failed"
 END_S = 10.0  # so long a rank that has failed waits to be ended
-WATCHERS_S = 4.0  # so long those of a rank that has died have to say where
+WATCHERS_S = 4.0  # so long the watchers have to say where a rank has died
 
 
 class Rank(NamedTuple):
@@ -39,7 +41,7 @@ class Rank(NamedTuple):
 
     process: BaseProcess
     door: Connection
-    """Through which it tells what has become of it."""
+    """The pipe through which it tells what has become of it."""
 
 
 def launch(fn: Callable[..., Result], processes: int, *args: Any, timeout_s: float | None = None) -> list[Result]:
@@ -125,7 +127,7 @@ _starting = threading.Lock()
 
 @contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment, as those have it that are started meanwhile: modules may read it on import."""
+    """Changes this process's environment while another one is started, whose modules may read it on import."""
     with _starting:
         before = {name: os.environ.get(name) for name in more}
         os.environ.update(more)
@@ -141,7 +143,9 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
 
 def _results(ranks: Sequence[Rank], end: float, timeout_s: float | None) -> list[Any]:
     """Waits until all ranks have ended well."""
-    size, results, came = len(ranks), dict[int, Any](), set[int]()
+    size = len(ranks)
+    results = dict[int, Any]()
+    came = set[int]()
     while left := [k for k, rank in enumerate(ranks) if k not in results or rank.process.exitcode is None]:
         doors = {ranks[k].door: k for k in left if k not in results}
         ends = {ranks[k].process.sentinel: k for k in left}
@@ -206,7 +210,7 @@ def _run(work: bytes, door: Connection) -> None:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             door.send((FAILED, traceback.format_exc()))
-            time.sleep(END_S)  # until it is ended; would it leave, the watchers would say so
+            time.sleep(END_S)  # until it is ended; if it left, the watchers would say so
         leave()
 
 
@@ -222,7 +226,7 @@ def _name(fn: Callable) -> str:
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for a rank whose parent was killed."""
+    """Ends this rank when its parent has ended: nobody waits for it any more."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,7 +1,7 @@
 """Starts the ranks of a job, ends all when one fails, and starts them again, with the hosts that are left.
 
-Who goes on where the job was is the script: from its newest checkpoint (`fddp.Checkpoints`). Schedulers that start
-again by themselves (Slurm's requeue, Kubernetes' JobSet) do without this.
+The script itself goes on where the job was, from its newest checkpoint (`fddp.Checkpoints`). Schedulers that start jobs
+again by themselves (Slurm's requeue, Kubernetes' JobSet) do not need this.
 
 Source: torchrun, `torch.distributed.run`.
 """
@@ -35,20 +35,20 @@ CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run."""
+    """A command, and the ranks that run it."""
 
     command: Sequence[str]
     """The script and its arguments."""
     ranks: int
-    """How many processes."""
+    """The number of processes."""
     hosts: Sequence[str] = ()
-    """Where, equally many on each; none: here."""
+    """The hosts, with equally many ranks each; none: this host."""
     restarts: int = 0
-    """How often it may be started again."""
+    """The number of times that it may be started again."""
     least: int = 1
-    """With fewer ranks it is not."""
+    """The fewest ranks with which it is started again."""
     mpiexec: tuple[str, str | None] | None = None
-    """The launcher and whose it is; None: processes of our own, which find each other by `FDDP_*`."""
+    """The launcher and its vendor; None: processes of our own, which find each other by `FDDP_*`."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or not 1 <= self.least <= self.ranks:
@@ -63,12 +63,12 @@ class Job:
             raise ValueError(f"-n must be a multiple of the {len(self.hosts)} hosts, got {self.ranks}.")
 
     def on(self, hosts: Sequence[str]) -> int:
-        """How many ranks it has on some of its hosts."""
+        """The number of ranks that it has on some of its hosts."""
         return self.ranks // len(self.hosts) * len(hosts) if self.hosts else self.ranks
 
 
 class Ended(NamedTuple):
-    """How a run ended."""
+    """The end of a run."""
 
     code: int
     """0, or that of its first fault."""
@@ -86,7 +86,7 @@ def supervise(job: Job) -> int:
     """
     hosts = list(job.hosts)
     with tempfile.TemporaryDirectory(prefix="fddp-run-") as folder, _told() as told:
-        # What was compiled before need not be compiled again.
+        # A restart need not compile programs again.
         env = CACHE | {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
         for start in count():
             ended = _run(job, hosts, env, told)
@@ -108,7 +108,7 @@ def supervise(job: Job) -> int:
 
 
 def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
-    """The mpiexec of this installation and whose it is, if there is one."""
+    """The mpiexec of this installation and its vendor, if there is one."""
     return next(launchers(vendor), None)
 
 
@@ -142,8 +142,11 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]
 
 
 def _wait(processes: Sequence[subprocess.Popen], told: list[int], ending: threading.Event) -> int | None:
-    """Waits until all have ended, and ends them when one has failed: which was the first, None if none did."""
-    first, until, passed, stays = None, float("inf"), 0, float("inf")
+    """Waits until all have ended, and ends them when one has failed; returns the first that failed, or None."""
+    first = None
+    until = float("inf")
+    passed = 0
+    stays = float("inf")
     while any(process.poll() is None for process in processes):
         time.sleep(LOOK_S)
         if first is None:
@@ -153,7 +156,7 @@ def _wait(processes: Sequence[subprocess.Popen], told: list[int], ending: thread
         if time.monotonic() > stays and until == float("inf"):
             _signal(processes, signal.SIGTERM)  # to an mpiexec that waits for ranks behind a wire that is cut
             until = time.monotonic() + END_S
-        for number in told[passed:]:  # who ends the job may be told so twice
+        for number in told[passed:]:  # a signal may come twice
             _signal(processes, number)
             until = time.monotonic() + END_S if number != signal.SIGTERM else until
         passed = len(told)
@@ -163,7 +166,8 @@ def _wait(processes: Sequence[subprocess.Popen], told: list[int], ending: thread
 
 
 def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
-    (program, vendor), ranks = job.mpiexec or ("mpiexec", None), job.on(hosts)
+    program, vendor = job.mpiexec or ("mpiexec", None)
+    ranks = job.on(hosts)
     words = [program, "-n", str(ranks), "--tag-output" if vendor == "Open MPI" else "-prepend-rank"]
     if hosts and vendor == "Open MPI":
         words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]
@@ -211,7 +215,7 @@ def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 @contextmanager
 def _told() -> Iterator[list[int]]:
-    """The signals that came meanwhile, for the ranks: a scheduler's, or from the keyboard."""
+    """Collects the signals that come meanwhile, from a scheduler or the keyboard, to pass them on to the ranks."""
     came = list[int]()
     before = {
         number: signal.signal(number, lambda number, frame: came.append(number))
@@ -229,7 +233,7 @@ def _told() -> Iterator[list[int]]:
 
 
 def _answer(hosts: Sequence[str]) -> list[bool]:
-    """Which hosts can be reached, as mpiexec would reach them."""
+    """Tells for each host whether it can be reached, as mpiexec would reach it."""
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         return list(pool.map(_answers, hosts))
 

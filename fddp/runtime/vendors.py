@@ -1,4 +1,4 @@
-"""Whose MPI is what: mpi4py, mpi4jax and mpiexec of one installation must have the same, and often do not.
+"""Tells MPIs apart: mpi4py, mpi4jax and mpiexec of one installation must have the same one, and often do not.
 
 mpi4py takes the MPI it finds when it is loaded, mpi4jax the one whose compiler was found when it was built, and the
 shell whichever mpiexec comes first.
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import jax
 
-# What a program of each MPI says of itself. Open MPI calls its launcher OpenRTE or PRRTE, MPICH's is Hydra.
+# Names that programs of each MPI give themselves. Open MPI calls its launcher OpenRTE or PRRTE, MPICH's is Hydra.
 VENDORS = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "Intel MPI": ("Intel",), "MPICH": ("MPICH", "HYDRA")}
 LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 COMPILERS = ("mpicc", "mpicc.openmpi", "mpicc.mpich")
-# In what JAX says of an mpi4jax that was built with another jaxlib.
+# Words of JAX's error for an mpi4jax that was built with another jaxlib.
 API = "API version"
 # Loading starts no MPI. mpi4jax itself compares the MPI it was built with, and JAX, where it starts, the jaxlib.
 LOAD = """
@@ -38,7 +38,7 @@ def loaded() -> tuple[str | None, str]:
     """Loads mpi4py and mpi4jax, in a process of its own.
 
     Returns:
-      Whose MPI mpi4py has, None if it does not load; and what went wrong, '' if nothing did.
+      The vendor of mpi4py's MPI, None if it does not load; and what went wrong, '' if nothing did.
     """
     try:
         run = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=60)
@@ -74,7 +74,7 @@ def import_mpi4jax() -> None:
 
 
 def launchers(vendor: str | None) -> Iterator[tuple[str, str | None]]:
-    """The launchers here and whose each is: those of a vendor first, then in the order in which they are found."""
+    """The launchers here, each with its vendor: those of the given vendor first, then in the order of the search."""
     found = [(path, vendor_of(path, "--version")) for path in _programs(LAUNCHERS)]
     yield from sorted(found, key=lambda program: program[1] != vendor)
 
@@ -94,7 +94,7 @@ def rebuild(vendor: str) -> str:
 
 
 def without_cuda() -> list[str]:
-    """What mpi4jax's build must be told where it would look for CUDA's headers beside an nvcc that has none."""
+    """Variables for mpi4jax's build, which would look for CUDA's headers beside an nvcc that has none."""
     nvcc = shutil.which("nvcc")
     prefix = Path(nvcc).parents[1] if nvcc else None
     missing = prefix is not None and not (prefix / "include" / "cuda_runtime.h").exists()
@@ -102,7 +102,7 @@ def without_cuda() -> list[str]:
 
 
 def vendor_of(program: str, *questions: str) -> str | None:
-    """Whose MPI a program belongs to, by what it answers to one of these arguments."""
+    """The vendor of a program, by its answer to one of these arguments."""
     for question in questions:
         try:
             run = subprocess.run([program, question], capture_output=True, text=True, timeout=10)
@@ -118,7 +118,7 @@ def _named(said: str) -> str | None:
 
 
 def _programs(names: tuple[str, ...]) -> list[str]:
-    """Where programs of these names are: an environment's lie beside its Python, on the PATH or not."""
+    """Paths of the programs of these names: an environment's lie beside its Python, on the PATH or not."""
     places = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
     found = (shutil.which(name, path=place) for place in places for name in names)
     return list(dict.fromkeys(path for path in found if path))

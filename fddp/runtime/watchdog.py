@@ -1,7 +1,7 @@
 """A process beside each rank sees what a rank cannot say itself: that it is stuck, stopped, killed, or done too early.
 
-Nothing here takes part in a collective. A rank writes down what it begins, its watcher reads that and talks to the
-other watchers; a thread of the rank shows that its interpreter runs.
+Nothing here takes part in a collective. A rank writes down what it begins. Its watcher reads that and talks to the
+other watchers. A thread of the rank shows that its interpreter runs.
 """
 
 import atexit
@@ -48,16 +48,16 @@ from fddp.comm.journal import (
 )
 from fddp.runtime.abort import leave
 
-PORT = SIZE  # where the watcher of rank 0 says at which port it listens
+PORT = SIZE  # the place, behind the journal, of the port at which the watcher of rank 0 listens
 BYTES = SIZE + 8
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
 GRACE_S = 1.5
 TOLD = 4096  # bytes in which rank 0 tells the others of its watcher
 SIOCGIFADDR = 0x8915
-# Files in which a line says nothing of the user's script: those of fddp, of Python and of what was installed.
+# Beginnings of files that are not the user's: those of fddp, of Python and of installed packages.
 NOT_THEIRS = (str(Path(__file__).parents[1]), "<", *(sysconfig.get_path(of) for of in ("stdlib", "purelib", "platlib")))
-# That package stands alone: to import it as fddp's would load JAX.
+# The package `watcher` stands alone: to import it as a part of fddp would load JAX.
 WATCHER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -67,7 +67,7 @@ main(json.load(sys.stdin))
 
 
 def shared_journal(processes: int) -> tuple[Journal, int]:
-    """A journal in memory that another process can read, and the file that this memory is."""
+    """Makes a journal in memory that another process can read; also returns the file of that memory."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fddp")
     else:
@@ -94,7 +94,8 @@ def watched(
     """
     if group.processes == 1 or os.name != "posix":
         return group
-    journal, rank = group.journal, group.rank
+    journal = group.journal
+    rank = group.rank
     keys = group.hosts.all_gather(_host_key())
     alone = bool(np.all(keys == keys[0]))
     memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
@@ -131,7 +132,7 @@ def _live(journal: Journal) -> None:
 
 
 def _place() -> str:
-    """The line of the user's that the main thread is in, or has called from; empty where there is none."""
+    """The line of the user's code that the main thread is in, or has called from; empty where there is none."""
     # Python 3.11 may collect garbage while it makes a frame of another thread; a callback of the collector lets that
     # thread run on, and what comes back is no frame any more.
     collects = gc.isenabled()
@@ -147,7 +148,7 @@ def _place() -> str:
 
 
 def _start(job: dict, kept: Sequence[int]) -> None:
-    # A session of its own: what ends the rank's group of processes must not silence who tells of it.
+    # A session of its own: whatever ends the rank's group of processes must not silence the watcher.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
         pass_fds=[file for file in (job["memory"], job["pmi_fd"], *kept) if file is not None],
@@ -163,7 +164,7 @@ def _start(job: dict, kept: Sequence[int]) -> None:
 
 
 def _port(journal: Journal) -> int:
-    """Where the watcher of rank 0 listens; 0 if it did not start."""
+    """The port at which the watcher of rank 0 listens; 0 if it did not start."""
     until = time.monotonic() + START_S
     while time.monotonic() < until:
         (port,) = struct.unpack_from("<Q", journal.memory, PORT)
@@ -174,7 +175,7 @@ def _port(journal: Journal) -> int:
 
 
 def _host_key() -> np.ndarray:
-    """Equal for processes that reach each other over the loopback device."""
+    """A key that is equal for processes that reach each other over the loopback device."""
     try:
         key = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
     except OSError:
@@ -183,7 +184,7 @@ def _host_key() -> np.ndarray:
 
 
 def _own_addresses() -> list[str]:
-    """Where other hosts may reach this one, those of its network devices."""
+    """Addresses at which other hosts may reach this one: those of its network devices."""
     import fcntl  # of POSIX alone
 
     found = list[str]()

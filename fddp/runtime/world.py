@@ -117,10 +117,10 @@ def shutdown() -> None:
 
 
 def on_leaving(undo: Callable[[], object]) -> None:
-    """Has `shutdown` call this, before it waits for the others.
+    """Makes `shutdown` call a function before it waits for the others.
 
     Args:
-      undo: what is to be done.
+      undo: the function.
     """
     init()
     _started[0].undo.callback(undo)
@@ -165,13 +165,13 @@ def fails(error: BaseException) -> bool:
 
 
 class World(NamedTuple):
-    """What was joined."""
+    """The world that was joined."""
 
     request: tuple
     """The arguments of `init`."""
     group: Group
     undo: ExitStack
-    """What is to be done to leave it."""
+    """The calls that are to be made to leave it."""
 
 
 # The process's world, as MPI_Init and jax.distributed know it.
@@ -206,7 +206,7 @@ def _say(launch: Launch, line: str) -> None:
 
 
 def _has_gpus() -> bool:
-    """Looked up without starting JAX's backends, which must not run before jax.distributed."""
+    """Whether JAX will use GPUs; looks without starting JAX's backends, which must not run before jax.distributed."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     return plugins and Path("/dev/nvidiactl").exists() and (not platforms or "cuda" in platforms or "gpu" in platforms)

@@ -1,4 +1,4 @@
-"""How watchers talk to each other: lines of JSON over TCP, to who knows the job's token, through rank 0's watcher."""
+"""Links between watchers: lines of JSON over TCP, through rank 0's watcher, for those that know the job's token."""
 
 import hmac
 import json
@@ -19,7 +19,7 @@ Links = dict[socket.socket, bytearray]
 
 
 def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
-    """The door of rank 0's watcher, or the way there."""
+    """Opens the door of rank 0's watcher, or connects to it."""
     if job["rank"] == 0:
         door = socket.create_server((job["bind"], 0), backlog=job["size"])
         struct.pack_into("<Q", memory, job["port"], door.getsockname()[1])
@@ -36,7 +36,7 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
 
 
 def welcome(door: socket.socket, links: Links, token: str) -> None:
-    """Takes in who knows the token; others are not answered."""
+    """Lets in a watcher that knows the token; gives others no answer."""
     link, _ = door.accept()
     link.settimeout(1.0)
     try:
@@ -55,7 +55,7 @@ def welcome(door: socket.socket, links: Links, token: str) -> None:
 
 
 def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
-    """What came; a link that ends or says what is no line of ours is closed."""
+    """Yields the lines that came; closes a link that has ended, or that sends anything but lines of ours."""
     buffer = links[link]
     try:
         more = link.recv(MOST)
@@ -72,7 +72,7 @@ def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
 
 
 def wait_for_others(links: Links, seconds: float) -> None:
-    """Waits until the watchers of other ranks have ended theirs, and themselves."""
+    """Waits until the watchers of the other ranks have ended their ranks, and themselves."""
     until = time.monotonic() + seconds
     while links and time.monotonic() < until:
         ready, _, _ = select.select([*links], [], [], EVERY_S)

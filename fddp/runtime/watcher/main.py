@@ -1,9 +1,9 @@
 """The process beside each rank that watches it: started by `watchdog.py`.
 
-It reads what its rank writes down (`fddp.comm.journal`), tells it to the watcher of rank 0, which judges
-(`verdicts.py`, `remarks.py`), and ends its rank when the job is to end. It shares no interpreter with its rank, so that
-a rank that is stopped, held in a debugger or killed cannot silence it. Lines of JSON travel, to who knows the job's
-token.
+It reads what its rank writes down (`fddp.comm.journal`) and tells that to the watcher of rank 0, which judges
+(`verdicts.py`, `remarks.py`). It ends its rank when the job is to end. It shares no interpreter with its rank, so that
+a rank that is stopped, held in a debugger or killed cannot silence it. Watchers exchange lines of JSON, and listen only
+to those that know the job's token.
 
 Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency extension.
 """
@@ -25,8 +25,9 @@ from .rank import death, end, pidfd, put, reader, tell
 from .remarks import remarks
 from .verdicts import Verdict, judge, judge_alone, unheard
 
-STOP_S, LEAST_S = 1.5, 1e-3  # so long until all have heard where they are to stop, if a step takes no less than this
-LAST_S = 5.0  # so long the watcher of a rank that died waits for what the others' say of it
+STOP_S = 1.5  # so long until all ranks have heard where they are to stop
+LEAST_S = 1e-3  # for which a step counts at least, to find out how many steps that is
+LAST_S = 5.0  # so long the watcher of a rank that died waits for the verdict of the others
 
 
 def main(job: dict[str, Any]) -> None:
@@ -35,24 +36,31 @@ def main(job: dict[str, Any]) -> None:
     Args:
       job: where the journal lies and how, who the others are, and how long a stall is.
     """
-    # Who ends a job signals all that belongs to it, and the last word is the watchers'.
+    # Whoever ends a job signals all its processes, and the watchers are to have the last word.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError):  # who dies first is seen by who wakes first; not every user may ask for it
+    with suppress(OSError):  # a higher priority, so that the first death is seen first; not every user may ask for it
         os.nice(-10)
-    memory, rank = mmap(job["memory"], job["bytes"]), job["rank"]
-    read, died = reader(memory, job), death(job["parent"])
+    memory = mmap(job["memory"], job["bytes"])
+    rank = job["rank"]
+    read = reader(memory, job)
+    died = death(job["parent"])
     door, links = meet(memory, job)
     ears = [*([door] if door else []), *pidfd(job["parent"])]
     reports: dict[int, dict[str, Any]] = {}
     spoke = dict[socket.socket, float]()
-    said, before, sent, stop, remarked = "", None, 0.0, Stop(0, False), set[str]()
+    said = ""
+    before = None
+    sent = 0.0
+    stop = Stop(0, False)
+    remarked = set[str]()
     born = time.monotonic()
     while True:
         ready, _, _ = select.select([*ears, *links], [], [], EVERY_S)
         if door and door in ready:
             welcome(door, links, job["token"])
-        now, verdicts = time.monotonic(), list[Any]()
+        now = time.monotonic()
+        verdicts = list[Any]()
         for link, line in [(one, line) for one in list(links) if one in ready for line in lines(one, links)]:
             spoke[link] = now
             if "words" in line:
@@ -81,12 +89,13 @@ def main(job: dict[str, Any]) -> None:
         put(memory, job["proposed"], struct.pack(job["proposal"], *stop))
         verdicts += [found._asdict()] if found else []
         news = own["gone"] and not before
-        # Not to every line an answer, or the watchers would do nothing else.
+        # A watcher does not answer every line, or it would do nothing else.
         if news or now > sent + EVERY_S:
-            # Hosts have clocks of their own: how long ago is the same on all.
+            # Hosts have clocks of their own: how long ago it was is the same on all.
             ago = None if own["gone"] is None else now - own["gone"]
             send(links, own | {"gone": ago} if rank else stop._asdict())
-            sent, before = now, own["gone"]
+            sent = now
+            before = own["gone"]
         for verdict in [] if rank else verdicts:
             send(links, verdict)
         for verdict in verdicts:
@@ -96,7 +105,7 @@ def main(job: dict[str, Any]) -> None:
                 tell(memory, job, said, end=False)
                 say(f"rank {rank} of {job['size']}: {said}.")
             if verdict["end"]:
-                # Rank 0 last: on JAX's service, which it holds, the others' processes would end in words of their own.
+                # Rank 0 ends last: it holds JAX's service, without which the others would end with messages of JAX's.
                 patience = 2 * job["grace_s"]
                 near = {link: links[link] for link in links if spoke.get(link, now) > now - patience}
                 wait_for_others({} if rank else near, patience)
@@ -110,14 +119,14 @@ def main(job: dict[str, Any]) -> None:
 
 
 class Stop(NamedTuple):
-    """After which step all ranks stop: 0 if nobody was told to; and whether all have agreed."""
+    """The step after which all ranks stop, 0 if none was told to; and whether all have agreed."""
 
     step: int
     settled: bool
 
 
 def stop_of(reports: Mapping[int, Mapping[str, Any]], stop: Stop) -> Stop:
-    """What the watchers propose, from what the ranks have answered to the last proposal."""
+    """Makes the watchers' next proposal, from the ranks' answers to the last one."""
     going = [one for one in reports.values() if not one["done"]]
     if stop.settled or not any(one["told"] for one in going):
         return stop

@@ -1,4 +1,4 @@
-"""What a watcher knows of its rank: what it wrote down, whether it lives; and how it is ended.
+"""A rank, as its watcher sees it: reads what the rank wrote down and whether it lives, and ends it.
 
 Source: the monitor process of NVIDIA's resiliency extension.
 """
@@ -16,13 +16,15 @@ from typing import Any
 
 from .links import EVERY_S
 
-LEFT = "left the world"  # what a rank writes down that goes on alone
+LEFT = "left the world"  # a rank that goes on alone writes this down
 
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Makes a function that reads what the rank wrote down."""
-    head, answer = struct.Struct(job["head"]), struct.Struct(job["answer"])
-    lived, changed = -1, time.monotonic()
+    head = struct.Struct(job["head"])
+    answer = struct.Struct(job["answer"])
+    lived = -1
+    changed = time.monotonic()
 
     def text(place: int) -> str:
         return memory[place : place + job["text"]].rstrip(b"\0").decode(errors="replace")
@@ -30,11 +32,14 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
     def read() -> dict[str, Any]:
         nonlocal lived, changed
         counts = dict(zip(job["heads"], head.unpack(_settled(memory, head.size))))
-        life, moved = counts.pop("life"), counts.pop("moved")
+        life = counts.pop("life")
+        moved = counts.pop("moved")
         now = time.monotonic()
         if life != lived:
-            lived, changed = life, now
-        still, lifeless = now - moved, now - changed
+            lived = life
+            changed = now
+        still = now - moved
+        lifeless = now - changed
         return {
             "rank": job["rank"],
             "still": still,
@@ -54,7 +59,7 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
 
 
 def _settled(memory: mmap, size: int) -> bytes:
-    """What stands at the begin of a memory that is written meanwhile: read until it is the same twice."""
+    """Reads the beginning of a memory that is written meanwhile, until it is the same twice."""
     first = memory[:size]
     while (second := memory[:size]) != first:
         first = second
@@ -83,7 +88,7 @@ def death(parent: int) -> Callable[[], float | None]:
 
 
 def pidfd(process: int) -> list[int]:
-    """What becomes ready at once when a process ends; nothing where the system has no such thing."""
+    """A file that becomes ready at once when a process ends; none where the system has no such files."""
     try:
         return [os.pidfd_open(process)] if hasattr(os, "pidfd_open") else []
     except OSError:
@@ -93,7 +98,7 @@ def pidfd(process: int) -> list[int]:
 def end(
     memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str, died: Callable[[], float | None]
 ) -> None:
-    """Ends the rank: it is asked to, and killed if it does not hear; writes down what it sent last."""
+    """Writes down what the rank sent last, and ends it: asks it to end, and kills it if it does not."""
     record(memory, job, own, words)
     tell(memory, job, words, end=True)
     until = time.monotonic() + job["grace_s"]
@@ -109,13 +114,14 @@ def tell(memory: mmap, job: Mapping[str, Any], words: str, *, end: bool) -> None
 
 
 def put(memory: mmap, place: int, packed: bytes) -> None:
-    """Writes into memory that the rank reads meanwhile: `pack_into` would fill it with zeros first."""
+    """Writes into memory that the rank reads meanwhile; `pack_into` would fill it with zeros first."""
     memory[place : place + len(packed)] = packed
 
 
 def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str) -> None:
     """Writes the last messages of the rank to a file, for `python -m fddp flight`."""
-    layout, now = struct.Struct(job["message"]), time.monotonic()
+    layout = struct.Struct(job["message"])
+    now = time.monotonic()
     rows = [layout.unpack_from(memory, job["ring"] + k * layout.size) for k in range(job["messages"])]
     sent = [
         {

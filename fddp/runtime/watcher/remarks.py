@@ -1,4 +1,4 @@
-"""What the watchers tell of a job that goes on, once: who is slow, who accumulates another number of batches.
+"""Remarks on a job that goes on, each made once: which rank is slow, which accumulates another number of batches.
 
 Pure functions, as those of `verdicts.py`.
 
@@ -10,18 +10,19 @@ from statistics import median
 
 from .verdicts import Report
 
-STEPS, TIMES = 20, 3  # a straggler has taken so many times as long as the others for three of four of so many steps
-SHARE = 0.5  # of a step, that its part must take for the others to wait for it
+STEPS = 20  # that every rank has taken before one is called a straggler
+TIMES = 3  # a straggler takes so many times as long as the others, in three of four steps
+SHARE = 0.5  # of a step, that a straggler's own part takes at least: else the others do not wait for it
 
 
 def remarks(reports: Mapping[int, Report]) -> dict[str, str]:
-    """What the reports of all ranks tell that is no reason to end.
+    """Finds in the reports of all ranks what is worth telling, and no reason to end.
 
     Args:
       reports: of each rank that was heard, the last.
 
     Returns:
-      Words, by what they are about: of each thing they are said once.
+      Remarks, by what they are about; about each thing one is made once.
     """
     going = {rank: one for rank, one in reports.items() if not one["done"] and not one["gone"]}
     return straggler(going) | unequal(going)
@@ -36,7 +37,8 @@ def straggler(going: Mapping[int, Report]) -> dict[str, str]:
     times = {rank: (one["between"], one["computing"] or least) for rank, one in going.items()}
     slow = max(times, key=lambda rank: sum(times[rank]))
     between, computing = (median(x) for x in zip(*(times[rank] for rank in times if rank != slow)))
-    own, theirs = sum(times[slow]), between + computing
+    own = sum(times[slow])
+    theirs = between + computing
     if not theirs or own < TIMES * theirs or own < SHARE * going[slow]["typical"]:
         return {}
     mostly = times[slow][0] - between > times[slow][1] - computing
@@ -50,7 +52,7 @@ def unequal(going: Mapping[int, Report]) -> dict[str, str]:
     if not going:
         return {}
     last = max(one["calls"] for one in going.values())
-    # Who waits in a call is at most one ahead of who has not come to it.
+    # A rank that waits in a call is at most one call ahead of a rank that has not come to it.
     before = [(one["added_before"] if one["calls"] == last else one["added"], one) for one in going.values()]
     reached = [(one["added"], one) for one in going.values() if one["calls"] == last]
     for ranks in (reached, [each for each in before if each[1]["calls"] >= last - 1]):

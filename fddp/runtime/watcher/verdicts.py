@@ -1,4 +1,4 @@
-"""What the watchers of all ranks conclude from their reports: who died, who is stuck, who left too early.
+"""Verdicts of the watchers on the reports of all ranks: which rank died, is stuck, or left too early.
 
 Pure functions of the standard library alone: a watcher shares nothing with its rank, JAX included.
 
@@ -8,24 +8,25 @@ Source: the stall check of Horovod; PyTorch's monitored barrier.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-AFTER_S = 0.5  # so much later all are known that died with the first
+AFTER_S = 0.5  # so long after the first death all ranks that died with it are known
 AT_ONCE_S = 0.05  # mpiexec kills the others sooner, and their watchers wake in any order
 SILENT_S = 5.0  # a rank without a sign of life for so long, or for a stall, does not run or cannot be reached
-LEAST_S, STEPS = 30.0, 10  # a stall is no shorter than this and than so many steps, unless the user says
+LEAST_S = 30.0  # a stall is no shorter than this, unless the user says so
+STEPS = 10  # nor shorter than so many steps
 PATIENCE = 20  # a rank that lives and runs no task may be evaluating or compiling: it has so many times as long
 
 Report = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """What is to be said on all ranks, and whether they are to end."""
+    """Words for all ranks, and whether they are to end."""
 
     words: str
     end: bool
 
 
 def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
-    """What the reports of all ranks tell.
+    """Judges a job by the reports of all ranks.
 
     Args:
       reports: of each rank that was heard, the last.
@@ -40,7 +41,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
     dead = [one for one in going.values() if one["gone"]]
     if dead:
         first = first_of(dead)
-        # Who fails ends the others, by means of its own.
+        # A rank that fails ends the others itself.
         words = f"rank {failed[0]['rank']} failed" if failed else f"rank {first['rank']} died {where(first)}"
         return Verdict(words, True) if now > first["gone"] + AFTER_S else None
     waiting = [one for one in going.values() if one["together"]]
@@ -62,16 +63,17 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
 
 
 def first_of(dead: Sequence[Report]) -> Report:
-    """Who died first. Of those that died at once it is one that did not wait for the others' part of a message."""
+    """Picks the rank that died first; of those that died at once, one that waited for no other's part of a message."""
     at_once = [one for one in dead if one["gone"] < min(other["gone"] for other in dead) + AT_ONCE_S]
     return min(at_once, key=lambda one: (bool(one["sending"]), one["gone"]))
 
 
 def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
-    """Whether ranks wait in a step while none moves."""
+    """Judges whether ranks wait in a step while none moves."""
     if not going:
         return None
-    limit, silent = longest(going, stall_s), silence(going, stall_s)
+    limit = longest(going, stall_s)
+    silent = silence(going, stall_s)
     # The first step compiles; how long one takes is known after three. A watcher is heard of all the time.
     lost = any(now - one["heard"] > limit and one.get("met", True) for one in going.values())
     waiting = [one for one in going.values() if one["together"] and (lost or one["steps"] > (1 if stall_s else 3))]
@@ -99,11 +101,12 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
 
 
 def missing(going: Mapping[int, Report], over: Sequence[Report], now: float, stall_s: float | None) -> Verdict | None:
-    """Whether ranks that have finished wait for one that does not run: one that runs may take any time."""
+    """Judges whether ranks that have finished wait for one that does not run; one that runs may take any time."""
     still = [(one["lifeless"] + now - one["heard"], one) for one in going.values() if one.get("met", True)]
     if not (still and over):
         return None
-    limit, (quiet, one) = longest(going, stall_s), max(still, key=lambda pair: pair[0])
+    limit = longest(going, stall_s)
+    quiet, one = max(still, key=lambda pair: pair[0])
     most = 2 * limit if one["stopped"] or now - one["heard"] > limit else PATIENCE * limit
     told = f"rank {one['rank']} {condition(one, now, silence(going, stall_s))}"
     words = f"{told}, and rank {over[0]['rank']} has finished and waits for it"
@@ -111,17 +114,17 @@ def missing(going: Mapping[int, Report], over: Sequence[Report], now: float, sta
 
 
 def longest(reports: Mapping[int, Report], stall_s: float | None) -> float:
-    """How long nothing may move."""
+    """Seconds for which nothing may move."""
     return stall_s or max(LEAST_S, STEPS * max(one["typical"] for one in reports.values()))
 
 
 def silence(reports: Mapping[int, Report], stall_s: float | None) -> float:
-    """How long there may be no sign of life."""
+    """Seconds for which a rank may give no sign of life."""
     return min(SILENT_S, longest(reports, stall_s))
 
 
 def condition(one: Report, now: float, silent: float) -> str:
-    """What keeps a rank, as far as it can be seen from outside."""
+    """The condition of a rank, as far as it can be seen from outside."""
     if now - one["heard"] > silent:
         return f"has not been heard of, {where(one)} (its host, or the network)"
     if one["stopped"]:
@@ -138,7 +141,7 @@ def where(one: Report) -> str:
     number = one["steps"] + one["before"]  # of the training, which may have begun in another process
     if one["together"] and one["doing"] in ("all_gather", "broadcast"):
         return f"in {one['doing']} after step {number}"
-    # What a task is called says where it is; where it is in no task, the line of the script does.
+    # The name of a task says where the rank is; between tasks the line of its script does.
     doing = one["place"] if one["doing"] in ("between steps", "step") else one["doing"]
     doing = f", {doing}" if doing else ""
     if one["together"]:
@@ -147,7 +150,7 @@ def where(one: Report) -> str:
 
 
 def judge_alone(own: Report, heard: float, now: float, stall_s: float | None, *, met: bool = True) -> Verdict | None:
-    """What a rank tells whose watcher no longer hears that of rank 0: rank 0 is where it was last heard of.
+    """Judges on one rank alone, whose watcher no longer hears that of rank 0: that is where it was last heard of.
 
     Args:
       own: its report.
@@ -164,13 +167,13 @@ def judge_alone(own: Report, heard: float, now: float, stall_s: float | None, *,
 
 
 def unheard(rank: int, own: Report, heard: float, *, met: bool) -> dict[str, Any]:
-    """What another rank knows of one whose watcher it does not hear.
+    """Makes the report of a rank whose watcher is not heard.
 
     Args:
-      rank: which.
-      own: the report of who does not hear it.
+      rank: its number.
+      own: the report of the rank that does not hear it.
       heard: when it was heard of last, or could have been.
-      met: whether it was: if not, nobody knows what it does in the first steps.
+      met: whether it ever was: if not, nobody knows what it does in the first steps.
 
     Returns:
       Its report.
