@@ -1,4 +1,4 @@
-"""What this installation can do, line by line, and what to do about the rest."""
+"""Reports what this installation can do, line by line, and what to do about the rest."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     what: str
     found: str
     advice: str = ""
-    """What to do, where something is missing."""
+    """Advice, where something is missing."""
 
 
 def examine() -> tuple[Finding, ...]:
@@ -66,7 +66,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _unless_it_fails(what: str, look: Callable[[], tuple[str, str]]) -> Finding:
-    """What was found and what to do; a look that fails must not hide the others."""
+    """Looks, and reports an error as a finding: a look that fails must not hide the others."""
     try:
         return Finding(what, *look())
     except Exception as error:  # whatever JAX raises where it finds no device
@@ -104,13 +104,13 @@ def _nccl() -> tuple[str, str]:
 
 
 def _mpi() -> tuple[str, str, str | None]:
-    """What was found, what to do, and whose MPI mpi4py has."""
+    """Looks for MPI: returns the finding, the advice, and the vendor of mpi4py's MPI."""
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     if missing:
         words = " ".join([*vendors.without_cuda(), "pip install"])
         how = f"pip install mpich where there is no system MPI, then {words} {' '.join(missing)}"
         return f"{' and '.join(missing)} missing", how, None
-    # Built against an MPI that is not here they are installed and yet do not load.
+    # Packages that were built against an MPI that is not here are installed and yet do not load.
     vendor, problem = vendors.loaded()
     if vendor is None:
         return "does not load", f"{problem}; mpi4py finds no MPI: pip install mpich, or install a system MPI", None
@@ -138,7 +138,7 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
 
 
 def _idle_gpus() -> str:
-    """A driver is there and JAX does not use it."""
+    """Advice where there is a driver that JAX does not use."""
     if jax.default_backend() == "cpu" and Path("/dev/nvidiactl").exists():
         return "there is an NVIDIA driver: pip install 'jax[cuda13]', and no JAX_PLATFORMS=cpu"
     return ""

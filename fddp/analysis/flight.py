@@ -1,4 +1,4 @@
-"""What the ranks of a job sent last before it ended, and where they first differ: `python -m fddp flight`.
+"""Tells what the ranks of a job sent last before it ended, and where they first differ: `python -m fddp flight`.
 
 Source: `fr_trace`, which reads the dumps of PyTorch's flight recorder.
 """
@@ -29,7 +29,7 @@ def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 
 def told(records: Sequence[dict[str, Any]]) -> str:
-    """What the records say together.
+    """Tells in words what the records say together.
 
     Args:
       records: from `read_flights`.

@@ -19,7 +19,7 @@ from fddp.losses import Pending, check_callable, contribute, make_objective
 from fddp.step.checks import check_rows
 
 SHOWN = 6
-NOISE = 3.0  # by so much more than two keys differ do halves and the whole, before random numbers are no reason
+NOISE = 3.0  # up to so many times the difference between two keys, random numbers may be why halves and whole differ
 CAUSES = """The usual causes, and what to do:
 - a sum over the rows: take the mean;
 - a mean over the rows that a mask leaves: return fddp.Weighted(mean, mask.sum());
@@ -30,18 +30,18 @@ CAUSES = """The usual causes, and what to do:
 
 
 class Checked(NamedTuple):
-    """What `check` found; `print(it)` says what to do."""
+    """The findings of `check`; `print(it)` says what to do."""
 
     equal: bool
     """Whether halves of the rows, averaged by their weights, have the gradients of the whole batch."""
     rows: int
-    """How many rows were looked at."""
+    """The number of rows that were looked at."""
     leaves: tuple[tuple[str, float], ...]
     """The leaves whose gradients differ, and by which share of their size; the largest first."""
     factor: float | None = None
-    """By how much all gradients of the whole are larger, where that is one number."""
+    """The factor by which all gradients of the whole are larger, where it is one number."""
     random: bool = False
-    """Whether another random key gives other gradients: differences that small are no reason."""
+    """Whether another random key gives other gradients: differences as small as that prove nothing."""
 
     def __str__(self) -> str:
         if self.equal:
@@ -146,7 +146,7 @@ def _apart(a: Any, b: Any) -> float:
 
 
 def _factor(whole: list[Any], halves: list[list[Any]]) -> float | None:
-    """By how much the whole's gradients are larger than all those of halves, if that is one number for all."""
+    """The factor by which the whole's gradients are larger than those of halves, if it is one number for all."""
     large = np.concatenate([np.asarray(g, complex).reshape(-1) for g in whole] * len(halves))
     small = np.concatenate([np.asarray(g, complex).reshape(-1) for half in halves for g in half])
     if not np.any(small):

@@ -1,4 +1,4 @@
-"""How the time of a step was spent: computing, sending, or neither.
+"""Measures how the time of a step was spent: computing, sending, or neither.
 
 Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of Holistic Trace Analysis.
 """
@@ -45,13 +45,13 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Where the time of this process's steps went.
+    """The time of this process's steps, and where it went.
 
     compute, non-compute and idle share a step's time and add up to 100 %.
     """
 
     steps: tuple[MeasuredStep, ...]
-    """What was measured of each."""
+    """The steps that were measured."""
 
     @property
     def step_ms(self) -> float:
@@ -80,13 +80,13 @@ class Measurement:
 
     @property
     def overhead_percent(self) -> float:
-        """How much longer the steps took than they would have if no communication had been exposed."""
+        """Time that the steps took longer, as a share of what they would have taken with no communication exposed."""
         return self._percent(self._sum("exposed"), self._seconds - self._sum("exposed"))
 
     @property
     def all_reduces(self) -> int:
         """Messages of a step, also those that nobody needed, which a staged step does not send."""
-        # Of an eager step two may be under way under one name: the end of the last step's, and its own.
+        # In an eager step two messages may be under way under one name: the last step's, which ends, and its own.
         return max(len({span.name for span in step.timeline.communication}) for step in self.steps)
 
     @property

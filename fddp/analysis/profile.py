@@ -1,4 +1,4 @@
-"""What XLA's profiler sees inside a step that is one program: its operations and all-reduces as spans.
+"""Runs XLA's profiler on a step that is one program, and reads its operations and all-reduces as spans.
 
 An event of the profile that names an HLO operation is a span; it is communication if that operation is a collective.
 Operations that only contain others (loops, calls) are passed over: what runs inside them has events of its own.

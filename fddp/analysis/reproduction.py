@@ -1,6 +1,6 @@
 """Whether training gives the same bits on other numbers of replicas: tried, not believed.
 
-What virtual replicas promise rests on one thing that fddp cannot give: that a compiled program gives the same bits
+The promise of virtual replicas rests on one thing that fddp cannot give: that a compiled program gives the same bits
 whenever it is called. XLA:CPU does not promise that where it has more than one thread (jax#39741).
 
 Source: `bitwise reproducibility` in Levanter; thinking machines' count of distinct completions.
@@ -25,15 +25,15 @@ BATCHES = 4
 
 
 class Reproduction(NamedTuple):
-    """What was found; `print` shows it."""
+    """The digests that were found; `print` shows them."""
 
     model: str
     steps: int
     virtual: int
     digests: tuple[tuple[int, str], ...]
-    """Of the state and all losses at the end, for each number of replicas."""
+    """A digest of the last state and all losses, for each number of replicas."""
     distinct: int
-    """How many different bits so many calls of one program gave."""
+    """The number of different results, bit by bit, that `CALLS` calls of one program gave."""
 
     @property
     def equal(self) -> bool:
@@ -57,7 +57,7 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
       model: module:preset, "models.gpt:tiny"; None: a small net.
       steps: how many steps.
       replicas: how many replicas, each time.
-      rows: rows of a virtual replica; of these there are as many as all numbers of replicas divide.
+      rows: rows of a virtual replica, of which there are as many as the least number that all `replicas` divide.
 
     Returns:
       The digests.
@@ -76,7 +76,8 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
         group = mesh_group(jax.make_mesh((count,), ("replica",), devices=jax.local_devices()[:count]))
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         step = train_step(loss_fn, optimizer, group=group, has_aux=True, virtual_replicas=virtual)
-        state, losses = step.init(params, model_state=model_state), []
+        state = step.init(params, model_state=model_state)
+        losses = []
         for k in range(steps):
             state, info = step(state, batches[k % BATCHES])
             losses.append(info.loss)
@@ -92,12 +93,12 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
 
 
 def distinct(f: Callable[..., Any], *args: Any) -> int:
-    """How many different bits a compiled function gives, called again and again."""
+    """Calls a compiled function again and again, and counts its different results, bit by bit."""
     return len({_digest(f(*args)) for _ in range(CALLS)})
 
 
 def small_gradient() -> int:
-    """How many different bits the gradient of a small net gives, where its products are large enough for threads."""
+    """Counts the different results, bit by bit, of a small net's gradient, with products large enough for threads."""
     loss_fn, (params, _), batches = _problem(None, 256)
     return distinct(jax.jit(jax.grad(lambda p: loss_fn(p, batches[0])[0])), params)
 

@@ -1,6 +1,6 @@
-"""What DDP logs of itself: who trains with whom, what travels in which order, and how long it took lately.
+"""Statistics as DDP logs them: who trains with whom, what travels in which order, and how long it took lately.
 
-And what one replica holds and sends, of which there is less in shards.
+Also the bytes that one replica holds and sends, which are fewer in shards.
 
 Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
@@ -26,20 +26,20 @@ class Held(NamedTuple):
     model_state: int
     hook_state: int
     accumulated: int
-    """What `no_sync` leaves pending; 0 as long as no call was given any."""
+    """Sums that `no_sync` leaves pending; 0 as long as no call was given any."""
 
 
 class ReplicaBytes(NamedTuple):
-    """What one replica holds and sends, in bytes; `print` shows it as a table."""
+    """Bytes that one replica holds and sends; `print` shows them as a table."""
 
     held: Held
-    """Between steps, in the state; with shards schedule "eager" also holds what its gathers bring for the next step."""
+    """Bytes of the state between steps; with shards schedule "eager" also holds the gathered values of the next one."""
     whole: Held
     """The same without shards."""
     gradients: int
-    """In a step at most, but for sums over micro-batches: all that travel are whole until the first message leaves."""
+    """The most in a step, but for sums over micro-batches: all that travel are whole until the first message leaves."""
     sent: int | None
-    """In the last step, there and back, with loss and metrics; None: there was none."""
+    """Bytes of the last step's messages, there and back, with loss and metrics; None: there was no step."""
 
     def __str__(self) -> str:
         names = ("parameters", "optimizer's state", "buffers", "memory of the hook", "accumulated")
@@ -51,7 +51,7 @@ class ReplicaBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """What DDP logs of itself (`_get_ddp_logging_data`), its names where the meaning is the same; times in seconds.
+    """Statistics as DDP logs them (`_get_ddp_logging_data`), by its names where they mean the same; times in seconds.
 
     The averages are over the last steps of a schedule that runs several programs, and None under "fused", where only a
     profiler sees them: `step.measure(state, batches)`.
@@ -66,9 +66,9 @@ class Stats:
     iteration: int
     """Steps that this object has run."""
     skipped_steps: int
-    """With `skip_nonfinite`: those of them that changed nothing, as far as is known: steps under way are not."""
+    """Those of them that `skip_nonfinite` let change nothing; of steps that are under way it is not known yet."""
     watchers_said: str
-    """What the watchers of all ranks found last, a straggler, say; empty if nothing (`docs/faults.md`)."""
+    """The last finding of the watchers of all ranks, a straggler, say; empty if there is none (`docs/faults.md`)."""
     num_parameter_tensors: int
     """Leaves of the parameters' tree."""
     total_parameter_size_bytes: int
@@ -84,7 +84,7 @@ class Stats:
     broadcast_buffers: bool | str
     """The option of that name."""
     replica_bytes: ReplicaBytes
-    """What one replica holds and sends."""
+    """The bytes that one replica holds and sends."""
     avg_first_stage_time: float | None
     """The first program: the forward pass, and the backward pass until the first bucket is full."""
     avg_backward_compute_time: float | None
@@ -92,7 +92,7 @@ class Stats:
     avg_backward_comm_time: float | None
     """All-reduces."""
     avg_backward_compute_comm_overlap_time: float | None
-    """What of the all-reduces lay under computation."""
+    """The part of the all-reduces that lay under computation."""
 
 
 def stats(step: TrainStep) -> Stats:
@@ -104,7 +104,10 @@ def stats(step: TrainStep) -> Stats:
     Returns:
       The numbers. Those of bytes wait for the last step.
     """
-    group, options, plan, lines = step.group, step.options, step.plan, step.lately
+    group = step.group
+    options = step.options
+    plan = step.plan
+    lines = step.lately
     cap = options.bucket_cap_mb
 
     def average(seconds: Callable[[Timeline], float]) -> float | None:
@@ -135,7 +138,8 @@ def stats(step: TrainStep) -> Stats:
 
 
 def _replica_bytes(step: TrainStep) -> ReplicaBytes:
-    plan, held = step.plan, step.held
+    plan = step.plan
+    held = step.held
     gradients = sum(plan.leaves[i].nbytes for bucket in plan.buckets for i in bucket.leaves) + plan.padding
     sent = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
     return ReplicaBytes(_held(held), _held(whole_forms(held)), gradients, sent)

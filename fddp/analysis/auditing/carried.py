@@ -1,4 +1,4 @@
-"""Which message of a step each collective of its compiled program carries, and which are no business of the step's."""
+"""Finds the message that each collective of a compiled step carries, and the collectives that are the loss's own."""
 
 import re
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""How long a scheduled program would take on a machine that is not here, by a model of two resources.
+"""Estimates how long a scheduled program would take on a machine that is not here, by a model of two resources.
 
 The GPU runs the program's operations one after the other, each for as long as its multiplications or its bytes take at
-the chip's peak; the link carries collectives in the order in which they start, each as long as a ring takes. What waits
-for one waits. Launches, caches and what traffic takes of the GPU are left out: a real step is slower on both
-sides, and the estimate is for comparing schedules, not for promising milliseconds.
+the chip's peak. The link carries collectives in the order in which they start, each for as long as a ring takes. An
+operation that needs a collective waits for it. Launches, caches and the traffic's share of the GPU are left out: a real
+step is slower on both sides, and the estimate is for comparing schedules, not for promising milliseconds.
 
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
@@ -26,13 +26,15 @@ def estimate(module: Module, collectives: tuple[Collective, ...], target: Target
       `collectives`.
     """
     seen = {k: collective for k, collective in enumerate(collectives) if not collective.inside}
-    starts, dones = {one.start: k for k, one in seen.items()}, {one.done: k for k, one in seen.items()}
+    starts = {one.start: k for k, one in seen.items()}
+    dones = {one.done: k for k, one in seen.items()}
     clock = link = 0.0
     landed: dict[int, float] = {}
     spans: list[Span] = []
     for at, (line, computation) in enumerate(next(module.schedules()).lines):
         if at in starts:
-            collective, begin = collectives[starts[at]], max(clock, link)
+            collective = collectives[starts[at]]
+            begin = max(clock, link)
             landed[starts[at]] = link = begin + target.seconds(collective.kind, collective.nbytes)
             spans.append(Span("communication", str(starts[at]), begin, link, collective.nbytes))
         elif not sends(module, line):

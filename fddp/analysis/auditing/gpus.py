@@ -40,15 +40,15 @@ class Chip:
     links: int
     """NVLinks."""
     link_bytes_per_s: float
-    """Of one NVLink, in one direction."""
+    """Bytes a second of one NVLink, in one direction."""
     network_bytes_per_s: float
-    """Of the network card beside each GPU, in one direction."""
+    """Bytes a second of the network card beside each GPU, in one direction."""
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak of dense products.
 
         Args:
-          dtype: as HLO names it; what is not known is taken for float32.
+          dtype: as HLO names it; an unknown one is taken for float32.
 
         Returns:
           Floating-point operations a second.
@@ -63,7 +63,8 @@ class Chip:
         ecosystem = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         version = f"{major}.{minor}{'a' if major >= 9 else ''}"
         # PrimitiveType: (units, operations of each per clock)
-        whole, half = self.scalar_units, self.scalar_units // 2
+        whole = self.scalar_units
+        half = self.scalar_units // 2
         vectors = {4: (half, 1), 8: (half, 1), 10: (whole, 2), 11: (whole, 1), 12: (half, 1), 16: (whole, 2)}
         scalars = " ".join(_rate(key, self.clock_ghz, units, ops) for key, (units, ops) in vectors.items())
         tensors = " ".join(

@@ -1,4 +1,4 @@
-"""What is wrong with what XLA made of a step, and what to do about it, in words."""
+"""Finds faults in the program that XLA made of a step, and says in words what to do about them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 def problems(audit: "Audit") -> Iterator[str]:
-    """What keeps a step's traffic from being hidden, or from being what was planned: each in a sentence."""
-    collectives, among = audit.collectives, [k for k, within in enumerate(audit.within) if not within]
+    """Finds all that keeps a step's traffic from being hidden, or from being as planned; yields a sentence for each."""
+    collectives = audit.collectives
+    among = [k for k, within in enumerate(audit.within) if not within]
     if not among:
         yield "nothing is sent: this step has one replica, or its replicas train alone, so there is no traffic to hide."
         return
@@ -33,7 +34,7 @@ def problems(audit: "Audit") -> Iterator[str]:
     missing = [message for message in audit.messages if message not in found]
     if missing and not any(merged(collectives[k]) for k in among):
         yield f"not as planned: no collective carries {_listed(missing)}."
-    # What is left behind a message of rows is nothing, as a rule.
+    # Of a bucket whose rows travel nothing else is left to send, as a rule.
     left = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
     sent = [message for message in found if message not in left]
     if sent != sorted(sent, key=audit.messages.index):
@@ -49,10 +50,11 @@ def problems(audit: "Audit") -> Iterator[str]:
 
 
 def _exposed(audit: "Audit", sent: Sequence[int]) -> Iterator[str]:
-    """Traffic with nothing under it: of the last bucket that is in the nature of things."""
-    asynchronous = audit.where != "cpu"  # there nothing is, whatever it carries
+    """Finds traffic with nothing under it; the last bucket never has anything."""
+    asynchronous = audit.where != "cpu"  # there no collective is, whatever it carries
     gathers = [k for k in sent if str(audit.carries[k]).startswith("gather") and asynchronous]
-    bare, sent = [k for k in gathers if not audit.collectives[k].heavy], [k for k in sent if k not in gathers]
+    bare = [k for k in gathers if not audit.collectives[k].heavy]
+    sent = [k for k in sent if k not in gathers]
     if bare and bare == gathers and min(sent) < min(gathers):
         yield (
             f"at the end: {_listed(map(audit.label, gathers))}. New parameters are gathered when everything is "

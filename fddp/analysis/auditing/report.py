@@ -1,4 +1,4 @@
-"""What the compiled program really does: which all-reduces it has, when they leave, and what runs beside them.
+"""Reads what a compiled program really does: which all-reduces it has, when they leave, and what runs beside them.
 
 A schedule is a promise of XLA's that can be read before anything runs, and for GPUs that are not here.
 
@@ -26,7 +26,7 @@ from fddp.step import TrainStep
 
 @dataclass(frozen=True)
 class Audit:
-    """What a step's compiled program does with the buckets of its plan; `print(audit)` is a table."""
+    """A step's compiled program, held against the buckets of its plan; `print(audit)` is a table."""
 
     where: str
     """The target, or the platform of the devices that the step runs on."""
@@ -35,23 +35,23 @@ class Audit:
     collectives: tuple[Collective, ...]
     """The program's collectives, in the order in which they start."""
     messages: tuple[str, ...]
-    """What the step's list of tasks sends, by name, in order: "bucket 0", "tail"."""
+    """Names of the messages in the step's list of tasks, in order: "bucket 0", "tail"."""
     carries: tuple[str | None, ...]
-    """The message that each collective carries; None: a collective that is none, the loss's own, or several merged."""
+    """The message that each collective carries; None: none, for it is the loss's own, or several merged into one."""
     within: tuple[bool, ...]
     """Whether each collective joins devices of one replica alone: no traffic of replicas, no problem of a step."""
     heavy: int
-    """Matrix products and convolutions in the program, and"""
+    """Matrix products and convolutions in the program."""
     flops: int
-    """their floating-point operations in one replica's step."""
+    """Their floating-point operations in one replica's step."""
     looped: int
-    """Of these, the operations done in loops."""
+    """The part of these operations that is done in loops."""
     timeline: Timeline | None
-    """For a target: when the step would compute and communicate, by `estimate`. The names of communication are
-    numbers of collectives."""
+    """The spans of a step on the target, as `estimate` has them; None without a target. The names of communication
+    are numbers of collectives."""
 
     def problems(self) -> tuple[str, ...]:
-        """What keeps traffic from being hidden, in words, and what to do about it.
+        """Says what keeps traffic from being hidden, and what to do about it.
 
         Returns:
           A sentence or two for each fault; empty if there is none.
@@ -84,7 +84,7 @@ class Audit:
         return tuple(k for k, message in enumerate(self.carries) if message is not None)
 
     def label(self, k: int) -> str:
-        """What a collective carries, in words.
+        """Names what a collective carries.
 
         Args:
           k: its number.
@@ -177,7 +177,7 @@ def read(
     where: str,
     target: Target | None,
 ) -> Audit:
-    """Holds a step's tasks against what was compiled of them.
+    """Holds a step's tasks against the program that was compiled of them.
 
     Args:
       module: the program.

@@ -30,7 +30,8 @@ from fddp.comm import (
 from fddp.runtime import missing_compiler
 
 # Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
-LATENCY_S, NETWORK_LATENCY_S = 20e-6, 60e-6
+LATENCY_S = 20e-6
+NETWORK_LATENCY_S = 60e-6
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Target:
 
     @property
     def size(self) -> int:
-        """Replicas: one each GPU."""
+        """The number of replicas: one for each GPU."""
         return self.hosts * self.gpus
 
     @property
@@ -61,7 +62,7 @@ class Target:
         return links if self.hosts == 1 else min(links, self.gpus * self.chip.network_bytes_per_s)
 
     def seconds(self, kind: str, nbytes: int) -> float:
-        """How long a collective takes at best, on a ring.
+        """Seconds that a collective takes at best, on a ring.
 
         Args:
           kind: "all-reduce", say.
@@ -72,7 +73,7 @@ class Target:
         """
         latency = LATENCY_S if self.hosts == 1 else NETWORK_LATENCY_S
         others = self.size - 1
-        # Of an all-reduce all but a part 1/n goes round twice; what is gathered goes to everybody whole.
+        # An all-reduce sends all but a part 1/n round twice; an all-gather sends each replica's whole array to all.
         share = {"all-reduce": 2 * others / self.size, "all-gather": others, "collective-permute": 1}
         return latency + share.get(kind, others / self.size) * nbytes / self.link_bytes_per_s
 

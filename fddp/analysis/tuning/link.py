@@ -1,4 +1,4 @@
-"""What an all-reduce costs: a latency, and seconds for every byte.
+"""Measures the cost of an all-reduce: a latency, and seconds for every byte.
 
 Source: the alpha-beta model of messages; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH" (2005).
@@ -16,7 +16,8 @@ from fddp.buckets import MiB
 from fddp.comm import Group
 
 LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB
-LINK_ROUNDS, LINK_ROW_BYTES = 3, 4 * MiB
+LINK_ROUNDS = 3
+LINK_ROW_BYTES = 4 * MiB
 
 
 class Link(NamedTuple):
@@ -33,7 +34,7 @@ class Link(NamedTuple):
     """Bytes of the array over seconds, whatever the algorithm puts on the wire for them."""
 
     def seconds(self, nbytes: float) -> float:
-        """What an all-reduce of so many bytes takes when nothing else runs.
+        """Seconds that an all-reduce of so many bytes takes when nothing else runs.
 
         Args:
           nbytes: bytes of one replica's array.
@@ -50,8 +51,8 @@ class Link(NamedTuple):
 def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS) -> Link:
     """Measures all-reduces as the staged schedule sends them, while nothing else runs.
 
-    They leave in rows, one right after the other: buffers on the way (of sockets, of a switch that shapes traffic) take
-    a single message of some 100 KiB at no cost, and a step's traffic not.
+    They leave in rows, one right after the other. Buffers on the way (of sockets, of a switch that shapes traffic) take
+    a single message of some 100 KiB at no cost, but not a step's traffic.
 
     Args:
       group: replicas, one per process.
@@ -64,7 +65,8 @@ def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int =
 
     def seconds(size: int) -> float:
         wire = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
-        row, times = max(2, LINK_ROW_BYTES // size), []
+        row = max(2, LINK_ROW_BYTES // size)
+        times = []
         for _ in range(rounds + 1):
             group.barrier()
             start = perf_counter()
@@ -73,7 +75,7 @@ def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int =
             times.append((perf_counter() - start) / row)
         return median(times[1:])  # the first one compiles
 
-    # Who comes last to an all-reduce does not wait in it: the least of all ranks is what it takes.
+    # The rank that comes last to an all-reduce does not wait in it: so the least time of all ranks counts.
     return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
 
 
@@ -101,10 +103,12 @@ def fit_link(nbytes: Sequence[float], seconds: Sequence[float]) -> Link:
         raise ValueError(f"a fit needs a time for each of two sizes or more, got {list(nbytes)} and {list(seconds)}.")
     if not all(s > 0 for s in seconds):
         raise ValueError(f"all-reduces take more than 0 seconds, got {list(seconds)}.")
-    sizes, times = np.asarray(nbytes, float), np.asarray(seconds, float)
+    sizes = np.asarray(nbytes, float)
+    times = np.asarray(seconds, float)
     latency, per_byte = np.linalg.lstsq(np.stack([1 / times, sizes / times], axis=1), np.ones(len(times)), rcond=None)[
         0
     ]
     if latency < 0:  # the best line through the origin
-        latency, per_byte = 0.0, float(np.sum(sizes / times) / np.sum((sizes / times) ** 2))
+        latency = 0.0
+        per_byte = float(np.sum(sizes / times) / np.sum((sizes / times) ** 2))
     return Link(float(latency), float(1 / per_byte) if per_byte > 0 else np.inf)

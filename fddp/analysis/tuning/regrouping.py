@@ -1,4 +1,4 @@
-"""What another grouping of the same gradients would take, from the stages of the finest one."""
+"""Computes the times of a grouping of the gradients from the stages of the finest one."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Typical(NamedTuple):
 
 
 def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
-    """Medians over steps, maxima over ranks."""
+    """Takes medians over steps, and maxima over ranks."""
     rows = [
         (*(span.seconds for span in (*step.timeline.compute, *step.timeline.updates)), step.idle, step.seconds)
         for step in steps
@@ -35,7 +35,7 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 def message_bytes(plan: BucketPlan, tail: int, replicas: int) -> tuple[int, ...]:
     """Bytes of each bucket's all-reduce, with the tail behind the one that carries it, or alone.
 
-    Rows stand for their bucket, of which nothing else is sent as a rule: as the all-reduce that takes as long.
+    A bucket that travels in rows counts as the all-reduce that takes as long: as a rule nothing else of it is sent.
     """
 
     def of(bucket: Bucket) -> int:
@@ -46,7 +46,7 @@ def message_bytes(plan: BucketPlan, tail: int, replicas: int) -> tuple[int, ...]
 
 
 def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
-    """The stages of a plan (or its updates), from those of the finest cut: a bucket waits for the last of its leaves.
+    """Joins the stages (or updates) of the finest cut to those of a plan: a bucket waits for the last of its leaves.
 
     Args:
       fine: seconds of the stages of the finest cut, one for each leaf that travels, in order of readiness; and one
@@ -71,13 +71,13 @@ def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total:
 
 
 def total_seconds(fine: Typical, coarse: Typical, stages: int) -> float:
-    """All stages of a cut into so many, on the straight line through two cuts that were measured."""
+    """Seconds of all stages of a cut into so many, on the straight line through two cuts that were measured."""
     more = len(fine.stages) - len(coarse.stages)
     each = (sum(fine.stages) - sum(coarse.stages)) / more if more else 0.0
     return sum(coarse.stages) + each * (stages - len(coarse.stages))
 
 
 def different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
-    """Of the caps that give one plan the smallest, with that plan; in order."""
+    """Keeps the smallest of the caps that give the same plan, with that plan; in order."""
     smallest = {plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda one: -one[0])}
     return {cap: plans[cap] for cap in sorted(smallest.values())}

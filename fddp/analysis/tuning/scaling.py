@@ -1,4 +1,4 @@
-"""A step on more replicas than there are: stages that were measured, all-reduces as their algorithm promises.
+"""Projects a step to more replicas than there are: its stages are measured, its all-reduces follow their algorithm.
 
 Each replica keeps its rows, so on a perfect link the step would take as long on thousands as on one: weak scaling, as
 in Fig. 9 of the paper. A hop is one message between two neighbours.
@@ -58,7 +58,7 @@ def tree(hop: Link, nbytes: float, replicas: int) -> float:
 
 
 def hop_of(link: Link, replicas: int, algorithm: Algorithm = ring) -> Link:
-    """What a hop costs, by the all-reduces that were measured among some replicas.
+    """Finds the cost of a hop from the all-reduces that were measured among some replicas.
 
     Args:
       link: all-reduces among them.
@@ -77,7 +77,8 @@ def hop_of(link: Link, replicas: int, algorithm: Algorithm = ring) -> Link:
     """
     if replicas < 2:
         raise ValueError(f"all-reduces of {replicas} replica say nothing of a link; measure with two or more.")
-    hops, bytes_sent = algorithm(Link(1.0, inf), 0.0, replicas), algorithm(Link(0.0, 1.0), 1.0, replicas)
+    hops = algorithm(Link(1.0, inf), 0.0, replicas)
+    bytes_sent = algorithm(Link(0.0, 1.0), 1.0, replicas)
     return Link(link.latency_s / hops, link.bytes_per_s * bytes_sent)
 
 
@@ -88,7 +89,7 @@ class Projection:
     replicas: int
     step_s: float
     exposed_s: float
-    """Of it traffic with nothing to lie under."""
+    """Seconds of traffic with no computation over it."""
     efficiency: float
     """The step of one replica over this one."""
 

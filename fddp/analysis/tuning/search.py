@@ -1,4 +1,4 @@
-"""Which bucket cap is best here: a few measurements, every cap simulated from them, the best one checked by a run.
+"""Finds the best bucket cap: measures a little, simulates every cap from that, and checks the best one by a run.
 
 Small buckets leave early but pay a latency each; large ones wait for their last gradient. Where the balance lies
 depends on the network, the model and the hosts: in the paper nothing but trying each cap finds it (section 5.3).
@@ -50,16 +50,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, what follows from it for every cap, and how well the prediction for the best one held."""
+    """The measurements, the prediction for every cap, and how well the prediction for the best one held."""
 
     replicas: int
-    """How many took part."""
+    """The number of replicas that took part."""
     link: Link
-    """What an all-reduce among them costs."""
+    """The cost of an all-reduce among them."""
     pace: Pace
-    """How fast computation and communication go while both are under way."""
+    """The speeds of computation and communication while both are under way."""
     idle_s: float
-    """Python, and placing rows."""
+    """Seconds of Python, and of placing rows."""
     candidates: tuple[Candidate, ...]
     """The caps, and what a step with each is predicted to take."""
     best: Candidate
@@ -81,11 +81,11 @@ class Tuning:
 
     @property
     def deviation(self) -> float:
-        """How far the prediction for the best cap was off, as a share of the measured step: 0.05 is 5 % too long."""
+        """The error of the prediction for the best cap, as a share of the measured step: 0.05 is 5 % too long."""
         return self.best.predicted_s / self.measured_s - 1
 
     def at_scale(self, replicas: Sequence[int] = REPLICAS, algorithm: Algorithm = ring) -> tuple[Projection, ...]:
-        """What the step with the best cap would take on other numbers of replicas; see `fddp.analysis.tuning.scaling`.
+        """Projects the step with the best cap to other numbers of replicas; see `fddp.analysis.tuning.scaling`.
 
         Args:
           replicas: how many.
@@ -141,16 +141,16 @@ def tune(
 ) -> Tuning:
     """Finds the bucket cap with the shortest step under the staged schedule, and whether eager is faster still.
 
-    Measured are all-reduces of several sizes, the stages of the finest cut without traffic, and a cap with and without
-    traffic, which tells how computation and traffic slow each other down. From these every cap's step is simulated:
-    first from a look at a middle cap, then at the one that seemed best, until one is best that was looked at. What a
-    hook saves, or 16 bits that travel as 32 cost, counts as pace of the traffic. With that cap staged and eager take
-    turns: what lies under the next forward pass is measured, not simulated. All ranks find the same.
+    It measures all-reduces of several sizes, the stages of the finest cut without traffic, and a cap with and without
+    traffic, which tells how computation and traffic slow each other down. From these it simulates every cap's step:
+    first from a look at a middle cap, then at the one that seemed best, until the best is one that was looked at. The
+    savings of a hook, and the cost of 16 bits that travel as 32, count as pace of the traffic. With the best cap staged
+    and eager take turns: overlap with the next forward pass is measured, not simulated. All ranks find the same.
 
     Args:
       loss_fn: as for `train_step`.
       optimizer: as for `train_step`.
-      params: as for `step.init`; what is measured leaves them alone.
+      params: as for `step.init`; the measurements leave them alone.
       batch: this process's rows, as for a step.
       group: replicas, one per process; None: those of `fddp.init()`.
       has_aux: as for `train_step`.
@@ -211,7 +211,7 @@ def tune(
         return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in found.items()}
 
     def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
-        """A real run with a cap, and what it tells of every other."""
+        """Runs a cap for real, and predicts every other one from that."""
         step, run = made(group, cap_mb)
         runs = _in_turn(group, run_finest, made(alone, cap_mb)[1], run)
         plans = planned({bucket.leaves[0]: bucket.rows.most for bucket in step.plan.buckets if bucket.rows})
@@ -228,7 +228,7 @@ def tune(
 
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
 
-    # How both slow each other down depends a little on the cap: what decides is a look at the one that is chosen.
+    # The pace depends a little on the cap: so the look at the chosen cap itself decides.
     chosen, seen = median_high(planned({})), set[float]()
     while True:
         seen.add(chosen)
@@ -268,7 +268,7 @@ def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tunin
 
 
 def _eager(made: Callable[..., tuple[TrainStep, Run]]) -> Sequence[Run]:
-    """A run of eager steps that have tried their orders; none where what was asked for, a hook say, rules eager out."""
+    """A run of eager steps that have tried their orders; none where an option, a hook say, rules eager out."""
     try:
         _, run = made(schedule="eager")
     except ValueError:
@@ -279,7 +279,7 @@ def _eager(made: Callable[..., tuple[TrainStep, Run]]) -> Sequence[Run]:
 
 
 def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: float) -> Pace:
-    """The mean over ranks; who comes first to an all-reduce waits in it for the others, which is no traffic."""
+    """The mean pace over ranks. A rank that comes first to an all-reduce waits for the others, which is no traffic."""
     took = np.array([[span.seconds for span in step.timeline.communication] for step in steps])
     waited = np.sum(took - group.all_reduce(took, op="min"), axis=1)
     paces = [
