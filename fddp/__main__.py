@@ -148,7 +148,8 @@ def add_measure(commands: argparse._SubParsersAction) -> None:
 
 def run_measure(chosen: argparse.Namespace) -> int:
     module, preset = read_model(chosen.model)
-    model, group = module.PRESETS[preset], fddp.init()
+    model = module.PRESETS[preset]
+    group = fddp.init()
     batch = module.batch(model, chosen.rows * group.size // group.processes, group.rank)
     params, model_state = module.init(model, jax.random.key(0), batch)
     step = fddp.train_step(module.loss_fn(model), optax.adamw(1e-3), group=group, has_aux=True, **_caps(chosen))
@@ -240,7 +241,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(chosen: argparse.Namespace) -> None:
-    """What can be known to be wrong before the work begins; options that a command has not are right."""
+    """Refuses values that are known to be wrong before the work begins; a command may lack some of these options."""
     for name in ("rows", "steps"):
         if getattr(chosen, name, 1) < 1:
             raise ValueError(f"--{name} must be 1 or more, got {getattr(chosen, name)}.")
