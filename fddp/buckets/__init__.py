@@ -1,7 +1,7 @@
-"""Which gradient travels in which message, and how it lies there.
+"""Buckets: the plan that assigns every gradient to a message, and the packing that follows it.
 
-A plan is integers and names, computed once; packing follows it, and so do the parts of leaves that one device of a
-replica holds, and the small numbers that ride behind a bucket. This room imports no other.
+A plan is integers and names, computed once. Packing follows it. So do the parts of leaves that one device of a replica
+holds, and the small numbers that travel behind a bucket. This room imports no other.
 """
 
 from fddp.buckets.assignment import Caps as Caps

@@ -15,7 +15,7 @@ import numpy as np
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, MiB, place_scalars
 
-# MiB: of every bucket, or of each in turn, the last one of all that follow.
+# MiB: one cap for all buckets, or a cap for each in turn, of which the last holds for all that follow.
 Caps: TypeAlias = float | Sequence[float]
 
 
@@ -32,22 +32,22 @@ def make_plan(
 
     Leaves are taken in `order`; each dtype fills a bucket of its own, which is closed as soon as its bytes reach the
     cap. A leaf is never split, so a bucket exceeds its cap by less than one leaf. The first bucket's cap is small, so
-    that traffic starts early; of the last bucket at most `last_bucket_mb` stays, so that little traffic is left when
-    the backward pass ends.
+    that traffic starts early. The last bucket is split so that at most `last_bucket_mb`, or one leaf, travels after
+    the backward pass has ended.
 
-    Leaves that `groups` gives one key travel together, whatever the caps say: in one bucket, ready with the last of
-    them, or in one for each dtype that they have.
+    Leaves to which `groups` gives one key travel together, whatever the caps say. They share one bucket for each dtype
+    that they have, which is ready with the last of its leaves.
 
     Args:
       tree: parameters, gradients or `jax.ShapeDtypeStruct`s: any tree whose leaves have a shape and a dtype.
       order: leaf indices in the order in which their gradients become ready (see `grad_order`); leaves that it does
-        not name do not travel. None: the reverse of the leaves, as DDP guesses.
+        not name do not travel. None: the leaves in reverse order, DDP's guess.
       bucket_cap_mb: cap of a bucket in MiB; 0 gives every leaf a bucket of its own. A sequence has the cap of each
-        bucket in turn, the last one for all that follow; the two below then say nothing.
+        bucket in turn, the last one for all that follow; the two options below are then ignored.
       first_bucket_mb: cap of the first bucket in MiB, if smaller than `bucket_cap_mb`.
       last_bucket_mb: cap of the last bucket in MiB, if smaller than `bucket_cap_mb`; a group is not cut.
-      groups: from the name of a leaf ("layers/0/kernel") to the key of its group, any that is hashable, or to None:
-        then the caps alone decide (Horovod's `groups`).
+      groups: maps the name of a leaf ("layers/0/kernel") to the key of its group, which is any hashable value, or to
+        None: then the caps alone decide (Horovod's `groups`).
 
     Returns:
       A `BucketPlan`; `print(plan)` shows it as a table.
@@ -82,11 +82,11 @@ def make_plan(
 
 
 def check_caps(bucket_cap_mb: Any, first_bucket_mb: Any, last_bucket_mb: Any) -> None:
-    """Says that a cap is none.
+    """Checks the caps that a user gave.
 
     Args:
-      bucket_cap_mb: what a user gave.
-      first_bucket_mb: likewise.
+      bucket_cap_mb: one cap in MiB, or a sequence of caps.
+      first_bucket_mb: one cap in MiB.
       last_bucket_mb: likewise.
 
     Raises:
@@ -106,7 +106,7 @@ def _is_cap(value: Any) -> bool:
 
 
 def _fill(leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Sequence[float]) -> list[list[int]]:
-    """Walks the order, with one open bucket for each dtype, and for each dtype of a group, which no cap closes."""
+    """Fills buckets in order: one is open for each dtype, and one for each dtype of a group, which no cap closes."""
     filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
     closed: list[list[int]] = []
     for i, key in keys.items():
@@ -118,13 +118,13 @@ def _fill(leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Seq
 
 
 def _by_readiness(groups: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
-    """A bucket is launched when the last of its leaves is ready."""
+    """Sorts buckets by their last leaf, with which a bucket is ready to be sent."""
     position = {leaf: at for at, leaf in enumerate(order)}
     return sorted(groups, key=lambda bucket: position[bucket[-1]])
 
 
 def _shorten_last(leaves: Sequence[Leaf], groups: list[list[int]], *, cap: float) -> list[list[int]]:
-    """Splits the last bucket so that what leaves after the backward's end is within the cap, or one leaf."""
+    """Splits the last bucket so that what is sent after the backward pass is within the cap, or a single leaf."""
     if not groups:
         return groups
     *others, last = groups

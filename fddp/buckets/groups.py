@@ -1,4 +1,4 @@
-"""Which leaves travel together whatever the caps say: a function of the user's, from a leaf's name to a key.
+"""Groups of leaves that travel together whatever the caps say: the user's function maps a leaf's name to a key.
 
 Source: `groups` of `DistributedOptimizer` in Horovod.
 """
@@ -6,15 +6,15 @@ Source: `groups` of `DistributedOptimizer` in Horovod.
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
-# From the name of a leaf ("layers/0/kernel") to the key of its group; None: it is in none.
+# Maps the name of a leaf ("layers/0/kernel") to the key of its group; None: it is in none.
 Groups: TypeAlias = Callable[[str], Hashable | None]
 
 
 def group_keys(names: Sequence[str], groups: Groups | None) -> list[Hashable | None]:
-    """Asks for the groups of leaves.
+    """Asks the user's function for the group of each leaf.
 
     Args:
-      names: of the leaves.
+      names: names of the leaves.
       groups: the function; None: there are no groups.
 
     Returns:
@@ -34,19 +34,19 @@ def group_keys(names: Sequence[str], groups: Groups | None) -> list[Hashable | N
 
 
 def described_groups(names: Sequence[str], groups: Groups | None) -> list[str]:
-    """Who travels with whom, a line for each leaf of a group, to be compared between ranks.
+    """Describes the groups for a comparison between ranks: a line for each leaf that is in a group.
 
-    Keys are not named: what a key of the user's own looks like may differ between ranks.
+    A line names the first leaf of its group and not the key: the user's own keys may print differently on each rank.
 
     Args:
-      names: of the leaves.
+      names: names of the leaves.
       groups: the function; None: there are no groups.
 
     Returns:
       The lines.
 
     Raises:
-      TypeError: as `group_keys`.
+      TypeError: as in `group_keys`.
 
     Example:
       >>> described_groups(["a/bias", "a/kernel", "b"], lambda name: "a" if name.startswith("a/") else None)

@@ -1,4 +1,4 @@
-"""A tree as bucket arrays, and back: the only place that knows how leaves lie in a bucket."""
+"""Packs a tree into bucket arrays, and unpacks it again: the only place that knows how leaves lie in a bucket."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,8 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
     Raises:
       ValueError: the number or the length of the buckets is not the plan's.
     """
-    got, planned = [b.shape for b in buckets], [(b.size,) for b in plan.buckets]
+    got = [b.shape for b in buckets]
+    planned = [(b.size,) for b in plan.buckets]
     if got != planned:
         raise ValueError(f"buckets of shapes {got} do not fit the plan, which has {planned}.")
     leaves: list[Any] = [None] * len(plan.leaves)
@@ -70,8 +71,9 @@ def joined(pieces: list[Array], dtype: np.dtype) -> Array:
 
 
 def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:
-    leaf, value = plan.leaves[i], jnp.asarray(value)
-    # NumPy's float64 is JAX's float32, unless that was told to go on in 64 bits.
+    leaf = plan.leaves[i]
+    value = jnp.asarray(value)
+    # JAX makes float32 of NumPy's float64, unless jax_enable_x64 is set.
     if value.shape != leaf.shape or value.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
         raise ValueError(f"leaf {leaf} does not fit the plan: got {value.dtype}{list(value.shape)}.")
     return value

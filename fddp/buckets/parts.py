@@ -22,19 +22,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Messages:
-    """Packs gradients and tail into what is sent, on each device the parts that it holds; inside a program.
+    """Packs gradients and tail into messages, on each device the parts that it holds; inside a program.
 
     Args:
-      axes: along which the devices of a replica lie.
-      plan: made for the parts (see `parts`).
+      axes: mesh axes along which the devices of a replica lie.
+      plan: a plan made for the parts (see `fddp.comm.parts`).
       tree: gradients, with None for leaves that have none.
       tail: a tree of small numbers, whole on every device of a replica.
-      where: a tree like the parameters, from `specs`.
+      where: a tree of specs like the parameters, from `fddp.comm.specs`.
 
     Returns:
-      What is sent.
+      The messages.
     """
-    leaves, inside = plan.treedef.flatten_up_to(tree), plan.treedef.flatten_up_to(where)
+    leaves = plan.treedef.flatten_up_to(tree)
+    inside = plan.treedef.flatten_up_to(where)
 
     def pack_here(leaves: list[Any], tail: Any) -> Messages:
         return add_tail(plan, pack(plan, plan.treedef.unflatten(leaves)), tail)
@@ -44,13 +45,13 @@ def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, wh
 
 
 def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, messages: Messages, where: Any) -> tuple[list[Any], Any]:
-    """Takes gradients and tail out of what came back: the inverse of `pack_parts`.
+    """Takes gradients and tail out of summed messages: the inverse of `pack_parts`.
 
     Args:
-      axes: along which the devices of a replica lie.
+      axes: mesh axes along which the devices of a replica lie.
       plan: the plan that `pack_parts` followed.
-      messages: what it returned, summed over replicas.
-      where: as there.
+      messages: the messages of `pack_parts`, summed over replicas.
+      where: the specs that `pack_parts` was given.
 
     Returns:
       A gradient for each leaf of the plan, None for those that did not travel; and the tail.
@@ -66,7 +67,7 @@ def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, messages: Messages, wh
 
 
 def _on_each_device(axes: tuple[str, ...], f: Function, in_specs: Any, out_specs: Any) -> Function:
-    """A function of whole arrays, of what each device does with the parts that it holds."""
+    """Turns `f`, which each device calls with the parts that it holds, into a function of whole arrays."""
     if not axes:
         return f
     return over_axes(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))

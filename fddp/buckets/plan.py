@@ -1,7 +1,7 @@
-"""Which gradient travels in which bucket: frozen integers and names, no arrays.
+"""The plan of buckets, which says in which bucket each gradient travels: frozen integers and names, no arrays.
 
 A plan is computed once, from shapes and from the order in which gradients become ready. Everything that later moves
-data (`flat`, the schedules, the audit) follows it, and two replicas agree on everything if they agree on its digest.
+data (packing, the schedules, the audit) follows it. Two replicas that agree on its digest agree on every message.
 
 Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; `Reducer` in PyTorch's `reducer.cpp`.
 """
@@ -24,20 +24,20 @@ class Leaf:
     """One array of the tree: its path, shape and dtype."""
 
     name: str
-    """Its path: "Dense_0/kernel"."""
+    """Path in the tree: "Dense_0/kernel"."""
     shape: tuple[int, ...]
     """Its dims."""
     dtype: np.dtype
-    """Its dtype, in which it travels."""
+    """The dtype in which it travels."""
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Leaf:
 
 
 class Rows(NamedTuple):
-    """How many rows of a leaf a message has room for, where a gradient touches few of them: at most so many of all."""
+    """Rows that a message has room for, where a gradient touches few: `most` of the `of` rows that the leaf has."""
 
     most: int
     of: int
@@ -56,24 +56,25 @@ class Bucket:
     """Leaves of one dtype that travel together, in the order in which they lie in the bucket."""
 
     leaves: tuple[int, ...]
-    """Their numbers in the plan,"""
+    """Numbers of the leaves in the plan."""
     names: tuple[str, ...]
-    """and their names."""
+    """Names of the leaves."""
     dtype: np.dtype
-    """The dtype of all of them."""
+    """The dtype of all leaves."""
     size: int
-    """Elements."""
+    """Number of elements."""
     rows: Rows | None = None
-    """Of its only leaf travel rows with their numbers, and the rest only if there is any; None: all of it travels."""
+    """The room for rows, if its only leaf travels as rows with their numbers; the rest then travels only if a replica
+    has more rows than that. None: all of it travels."""
 
     @property
     def word(self) -> int:
-        """Bytes of a word of rows: those of a real number of this dtype."""
+        """Bytes of one word of the message of rows: those of a real number of this dtype."""
         return np.dtype(jnp.finfo(self.dtype).dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what travels."""
+        """Bytes that travel; of a bucket in rows those of its message of rows."""
         if self.rows is None:
             return self.size * self.dtype.itemsize
         width = self.size // self.rows.of
@@ -81,14 +82,14 @@ class Bucket:
 
 
 class Message(NamedTuple):
-    """What is sent at once: an all-reduce, or rows that are gathered."""
+    """One message of a step: an all-reduce, or rows that are gathered."""
 
     bucket: int | None
     """The bucket that travels in it; None: the scalars alone."""
     scalars: bool = False
-    """Whether loss, metrics and buffers travel in it, at its end."""
+    """Whether loss, metrics and buffers travel at its end."""
     rows: bool = False
-    """Whether the bucket's rows travel in it; what is left of the bucket has the next message, if there is any."""
+    """Whether it carries the bucket's rows; the next message then carries the rest of the bucket, if there is any."""
 
     @property
     def name(self) -> str:
@@ -105,18 +106,18 @@ class BucketPlan:
     leaves: tuple[Leaf, ...]
     """All leaves of the tree, in its order."""
     buckets: tuple[Bucket, ...]
-    """What travels, in launch order."""
+    """The buckets, in launch order."""
     treedef: Any
     """The structure of the tree."""
     messages: tuple[Message, ...]
-    """All that a step sends, in order: a bucket each, and one more where the scalars travel alone; before a bucket that
-    travels as rows these."""
+    """The messages of a step, in order: one for each bucket, before it one with its rows if it travels as rows, and one
+    more where the scalars travel alone."""
     parts: int = 1
-    """In how many equal parts each leaf is scattered and gathered, one for each replica; 1: it is summed whole."""
+    """Number of equal parts in which each leaf is scattered and gathered, one a replica; 1: it is summed whole."""
 
     @property
     def padding(self) -> int:
-        """Bytes of zeros that fill up the leaves that travel to equal parts."""
+        """Bytes of padding: zeros behind leaves whose size the number of parts does not divide."""
         leaves = [self.leaves[i] for bucket in self.buckets for i in bucket.leaves]
         return sum((part_size(x.size, self.parts) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
 
@@ -127,7 +128,7 @@ class BucketPlan:
 
     @property
     def summary(self) -> str:
-        """What travels, in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
+        """The plan in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
         sent = sum(len(b.leaves) for b in self.buckets)
         total = sum(b.nbytes for b in self.buckets) / MiB
         return f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
@@ -160,17 +161,17 @@ class BucketPlan:
 def place_scalars(
     plan: BucketPlan, dtype: DTypeLike = np.float32, *, early: bool = False, exact: bool = True
 ) -> BucketPlan:
-    """Says in which message loss, metrics and buffers travel: behind the last bucket that holds them, or the first.
+    """Chooses the message in which loss, metrics and buffers travel: the last bucket that can hold them, or the first.
 
-    A message of 16-bit words or a hook would round them; where there is nothing better they travel in one tiny
+    Messages of 16-bit words, and hooks, would round them. Where no bucket can hold them they travel in one tiny
     all-reduce of their own.
 
     Args:
       plan: the buckets.
-      dtype: a real one that holds every scalar.
+      dtype: a real dtype that holds every scalar.
       early: whether they travel early: for schedules that use a bucket while the next one travels, and for buckets
-        that are sent only if a replica used what is in them.
-      exact: whether buckets arrive as they were sent: not when a hook changes them, or when they may not be sent.
+        that are sent only if a replica used one of their leaves.
+      exact: whether buckets arrive as they were sent; not so when a hook changes them, or when they may not be sent.
 
     Returns:
       The plan, with its messages.
@@ -182,7 +183,8 @@ def place_scalars(
       >>> [message.scalars for message in plan.messages], [m.name for m in place_scalars(plan, exact=False).messages]
       ([False, True], ['bucket 0', 'bucket 1', 'tail'])
     """
-    bits, count = jnp.finfo(dtype).bits, len(plan.buckets)
+    bits = jnp.finfo(dtype).bits
+    count = len(plan.buckets)
     wide = [k for k in range(count) if exact and _holds(plan.buckets[k], bits)]
     carrier = wide[0 if early else -1] if wide else None
     buckets = list[Message]()
@@ -193,11 +195,11 @@ def place_scalars(
 
 
 def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
-    """Makes the plan of the same buckets whose floats are summed in a wider dtype.
+    """Makes a plan of the same buckets, whose floats are summed in a wider dtype.
 
     Args:
       plan: the buckets.
-      least: a float dtype; what is summed in place of each leaf holds all that it holds, and all that the leaf does.
+      least: a float dtype; a leaf is summed in a dtype that holds the numbers of this one and of the leaf's own.
 
     Returns:
       The plan; integers stay as they are.
@@ -208,17 +210,17 @@ def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
 
 
 def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
-    """A dtype that holds all that another one does, and a least one too; an integer's is its own."""
+    """The dtype that holds all numbers of two dtypes; an integer dtype is returned as it is."""
     return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
 
 
 def part_size(size: int, parts: int) -> int:
-    """Elements of each of so many equal parts, the last ones filled up."""
+    """Elements of each of `parts` equal parts of an array, padding at the end included."""
     return -(-size // parts)
 
 
 def _holds(bucket: Bucket, bits: int) -> bool:
-    """Whether floats of so many bits can travel behind a bucket."""
+    """Whether floats of `bits` bits can travel behind a bucket."""
     floats = jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
     return floats and bucket.rows is None
 

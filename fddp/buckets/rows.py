@@ -1,7 +1,7 @@
-"""The rows of a leaf that a gradient touched, with their numbers: what is sent of an embedding in place of all of it.
+"""Sends an embedding's gradient as the rows that it touched, with their numbers, in place of the whole table.
 
-A message of rows has room for so many of them and is gathered; what has found no room is left, and travels as any
-bucket does, if a replica says that it has something left. So the sum is exact however many rows there are.
+A message of rows has room for a fixed number of them, and is gathered. Rows that find no room are left in the bucket,
+which is all-reduced if any replica says that it has some left. So the sum is exact however many rows are touched.
 
 Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Kim et al., "Parallax" (EuroSys 2019).
 """
@@ -20,7 +20,7 @@ from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
 from fddp.buckets.words import from_words, to_words
 
-WORTH_BYTES = 64 * 1024  # they take about as long as the messages more
+WORTH_BYTES = 64 * 1024  # as many take about as long as the messages that rows add
 
 
 def plan_in_rows(
@@ -32,13 +32,13 @@ def plan_in_rows(
     groups: Groups | None = None,
     **caps: Any,
 ) -> BucketPlan:
-    """A plan in which leaves travel as rows where that saves much, each in a bucket of its own.
+    """Makes a plan in which leaves travel as rows where that saves much, each in a bucket of its own.
 
     Args:
-      tree: as of `make_plan`.
-      touched: leaf index → how many of its rows a replica's gradient touches, as far as is known.
-      replicas: how many gather them.
-      order: as of `make_plan`.
+      tree: as for `make_plan`.
+      touched: leaf index → number of its rows that a replica's gradient touches; leaves without an entry stay whole.
+      replicas: number of replicas, which gather the rows.
+      order: as for `make_plan`.
       groups: likewise; a leaf that is in a group stays whole.
       **caps: likewise.
 
@@ -63,16 +63,18 @@ def plan_in_rows(
 
 
 def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
-    """Takes the rows out of a bucket that are not zero.
+    """Takes the rows that are not zero out of a bucket.
 
     Args:
-      bucket: one that travels as rows.
+      bucket: a bucket that travels as rows.
       flat: its gradient.
 
     Returns:
-      Numbers and rows as words, the last of which says whether there are more than there is room for; and what is left.
+      The message: numbers and rows as words, and a last word that says whether more rows are touched than there is room
+      for; and the gradient without these rows.
     """
-    rows, table = _rows(bucket), flat.reshape(_rows(bucket).of, -1)
+    rows = _rows(bucket)
+    table = flat.reshape(rows.of, -1)
     touched = jnp.any(table != 0, axis=1)
     (numbers,) = jnp.nonzero(touched, size=rows.most, fill_value=rows.of)
     values = to_words(table.at[numbers].get(mode="fill", fill_value=0)).reshape(-1)
@@ -82,20 +84,21 @@ def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " 
 
 
 def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """Adds up what came back: the inverse of `take_rows` for one replica, the sum over several.
+    """Adds up the rows of all replicas: with one replica the inverse of `take_rows`.
 
-    Rows are added replica by replica: in one order, which gives all replicas the same bits. Those of 16 bits are added
-    in 32, and rounded once.
+    Rows are added replica by replica, in one order, which gives all replicas the same bits. Rows of 16-bit floats are
+    added in 32 bits, and rounded once.
 
     Args:
-      bucket: as there.
-      words: those of all replicas, in a row.
-      left: the sum of what was left.
+      bucket: a bucket that travels as rows.
+      words: the words of all replicas, one replica behind the other.
+      left: the sum of the gradients without these rows.
 
     Returns:
       The sum of the bucket.
     """
-    rows, table = _rows(bucket), left.reshape(_rows(bucket).of, -1)
+    rows = _rows(bucket)
+    table = left.reshape(rows.of, -1)
     form = (rows.most, table.shape[1])
     parts = (2,) if jnp.issubdtype(left.dtype, jnp.complexfloating) else ()
     numbers = rows.most * _words_of_number(words.dtype)
@@ -111,25 +114,25 @@ def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, "
 
 
 def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
-    """Where in the words of so many replicas each says whether it has something left."""
+    """Places of the flags among the words of all replicas: each flag says whether a replica has rows left."""
     words = _length(bucket)
     return tuple(range(words - 1, replicas * words, words))
 
 
 def _length(bucket: Bucket) -> int:
-    """How many words one replica sends."""
+    """Number of words that one replica sends."""
     return bucket.nbytes // bucket.word
 
 
 def _bucket_of_rows(i: int, leaf: Leaf, touched: int) -> Bucket | None:
-    """A leaf in rows, if it has any that are touched, of numbers that are whole words."""
+    """The bucket of a leaf in rows; None if none is touched, or if its numbers have less than 16 bits."""
     if not (touched and leaf.shape and leaf.size) or jnp.finfo(leaf.dtype).bits < 16:
         return None
     return Bucket((i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(touched, leaf.shape[0]), leaf.shape[0]))
 
 
 def _saved(rows: Bucket, leaf: Leaf, replicas: int) -> int:
-    """Bytes: each replica sends its rows to all others; of an all-reduce it sends two parts of as many as replicas."""
+    """Bytes that a replica saves: it sends its rows to p − 1 others, and for an all-reduce 2 (p − 1)/p of the leaf."""
     return (replicas - 1) * (2 * leaf.nbytes // replicas - rows.nbytes)
 
 
@@ -139,7 +142,7 @@ def _rows(bucket: Bucket) -> Rows:
     return bucket.rows
 
 
-# A number has 32 bits: two words of 16, or one that may be wider.
+# The number of a row has 32 bits: two words of 16 bits, or one word of 32 or more.
 
 
 def _words_of_number(dtype: np.dtype) -> int:

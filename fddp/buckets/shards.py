@@ -1,8 +1,8 @@
-"""How a leaf and a bucket lie in equal parts, one for each replica, so that a sum can be scattered and gathered.
+"""Cuts leaves and buckets into equal parts, one for each replica, so that a sum can be scattered and gathered.
 
-A leaf is taken flat, filled up with zeros, and cut into as many parts as there are replicas. A bucket holds the first
-replica's parts of its leaves, then the second one's, and so on: what a reduce-scatter gives a replica is a bucket of
-its parts, on which a program that goes element by element can work, and an all-gather puts the leaves together again.
+A leaf is taken flat, padded with zeros, and cut into as many parts as there are replicas. A bucket holds the first
+replica's parts of its leaves, then the second one's, and so on. So a reduce-scatter gives a replica the bucket of its
+parts, on which an elementwise program can work, and an all-gather puts the leaves together again.
 
 Source: ZeRO (Rajbhandari et al., SC 2020); the flat parameters of PyTorch's FullyShardedDataParallel.
 """
@@ -23,7 +23,7 @@ from fddp.buckets.plan import BucketPlan, part_size
 
 @dataclass(frozen=True)
 class Shard:
-    """An array of which each replica holds an equal part, or a copy of its own; `fddp.whole` puts it together.
+    """An array that is spread over replicas: each holds an equal part, or a copy of its own. `fddp.whole` joins them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -32,13 +32,13 @@ class Shard:
     """
 
     parts: Any
-    """The parts, flat, in order of replicas (under MPI this rank's own), the last ones filled up; None: elsewhere."""
+    """The parts, flat, in order of replicas (under MPI this rank's own), with padding at the end; None: taken out."""
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Dims of the whole array."""
     copies: bool = False
-    """Whether each part is a whole array, which the replicas need not have in common."""
+    """Whether each part is a whole array, which may differ between replicas."""
     ranks: tuple[int, ...] | None = None
-    """The processes that hold the parts, by their number in the whole job; None: the mesh that they lie on tells."""
+    """The processes that hold the parts, by their number in the whole job; None: the arrays' own mesh names them."""
 
     def __repr__(self) -> str:
         kind = "Copies" if self.copies else "Shard"
@@ -56,57 +56,57 @@ def is_shard(x: Any) -> bool:
 
 
 def whole_forms(tree: Any) -> Any:
-    """A tree with the form of a whole array in place of each shard."""
+    """The same tree with the shape and dtype of the whole array in place of each shard."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.parts.dtype) if is_shard(x) else x, tree, is_leaf=is_shard
     )
 
 
 def copy_of(ranks: tuple[int, ...] | None, x: Shaped[Array, " *dims"]) -> Shard:
-    """An array that each replica on these ranks has for itself, of which this is its own; inside a program."""
+    """Makes a shard of copies from this replica's own array; inside a program."""
     return Shard(x.reshape(-1), x.shape, copies=True, ranks=ranks)
 
 
 def stacked(shard: Shard, replicas: int) -> Shard:
-    """Copies as one array of all of them, along a first dim, of which each replica holds its part."""
+    """A shard of one array that stacks the copies along a first dim, so that each replica holds a part of it."""
     return replace(shard, shape=(replicas, *shard.shape), copies=False) if shard.copies else shard
 
 
 def as_rows(x: Shaped[Array, " *dims"], replicas: int) -> Shaped[Array, "replicas n"]:
-    """An array as its parts, one a row."""
+    """Cuts an array into parts, one for each replica: the rows of the result."""
     filled = part_size(x.size, replicas) * replicas - x.size
     return jnp.pad(x.reshape(-1), (0, filled)).reshape(replicas, -1)
 
 
 def of_rows(rows: Shaped[Array, "replicas n"], shape: tuple[int, ...]) -> Shaped[Array, " *dims"]:
-    """The inverse of `as_rows`."""
+    """Puts the parts of an array together: the inverse of `as_rows`."""
     return rows.reshape(-1)[: prod(shape)].reshape(shape)
 
 
 def own_part(x: Shaped[Array, " *dims"], replicas: int, index: Int32[Array, ""]) -> Shaped[Array, " n"]:
-    """The part of one replica."""
+    """The part of an array that replica `index` holds."""
     return jax.lax.dynamic_index_in_dim(as_rows(x, replicas), index, keepdims=False)
 
 
 def there(size: int, replicas: int, index: Int32[Array, ""]) -> Bool[Array, " n"]:
-    """Which elements of a replica's part are of the array, and not filled up."""
+    """Marks the elements of a replica's part that belong to the array; the others are padding."""
     part = part_size(size, replicas)
     return index * part + jnp.arange(part) < size
 
 
 def plan_of_parts(plan: BucketPlan) -> BucketPlan:
-    """The same buckets, of one replica's parts of their leaves."""
+    """The plan of the same buckets, each with one replica's parts of its leaves."""
     leaves = tuple(replace(leaf, shape=(part_size(leaf.size, plan.parts),)) for leaf in plan.leaves)
     buckets = [replace(bucket, size=sum(leaves[i].size for i in bucket.leaves)) for bucket in plan.buckets]
     return replace(plan, leaves=leaves, buckets=tuple(buckets), parts=1)
 
 
 def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
-    """Lays whole leaves into buckets, the parts of one replica behind those of another.
+    """Lays whole leaves into buckets, the parts of each replica behind those of the replica before it.
 
     Args:
-      of_parts: from `plan_of_parts`.
-      replicas: how many there are.
+      of_parts: the plan from `plan_of_parts`.
+      replicas: number of replicas.
       tree: arrays with the shapes of the whole plan's leaves, None for those that do not travel.
 
     Returns:
@@ -117,13 +117,13 @@ def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Ar
 
 
 def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
-    """The inverse of `pack_rows`.
+    """Takes whole leaves out of buckets: the inverse of `pack_rows`.
 
     Args:
-      of_parts: from `plan_of_parts`.
+      of_parts: the plan from `plan_of_parts`.
       plan: the plan that it was made of.
-      replicas: how many there are.
-      buckets: one flat array each.
+      replicas: number of replicas.
+      buckets: one flat array for each bucket.
 
     Returns:
       Whole leaves in the plan's tree, None for those that do not travel.
@@ -134,12 +134,19 @@ def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: 
 
 
 def take_apart(tree: Any) -> tuple[Any, list[Shaped[Array, " n"]]]:
-    """A tree without the parts of its shards, and these in order."""
+    """Takes the parts out of a tree's shards.
+
+    Args:
+      tree: a tree in which some values are shards.
+
+    Returns:
+      The tree with None in place of the parts, and the parts in order.
+    """
     parts = [x.parts for x in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(x)]
     return jax.tree.map(lambda x: replace(x, parts=None) if is_shard(x) else x, tree, is_leaf=is_shard), parts
 
 
 def join(tree: Any, parts: Sequence[Shaped[Array, " n"]]) -> Any:
-    """The inverse of `take_apart`."""
+    """Puts parts into the shards of a tree again: the inverse of `take_apart`."""
     left = iter(parts)
     return jax.tree.map(lambda x: replace(x, parts=next(left)) if is_shard(x) else x, tree, is_leaf=is_shard)

@@ -1,8 +1,8 @@
-"""Small numbers that travel with a step beside the gradients: the loss, metrics, buffers.
+"""The tail of a step: small numbers that travel beside the gradients, such as the loss, metrics and buffers.
 
-They are its *tail*, a small vector of exact floats behind a bucket. All are known when the forward pass ends, and with
-the weight among them a gradient can be divided and used as soon as its own bucket is back: a staged step sends them
-early. In one program they come last, as XLA's GPU scheduler finds less to lay over a first bucket that waits for the
+A tail is a small vector of exact floats behind a bucket. All are known when the forward pass ends. The weight is among
+them, and with it a gradient can be divided and used as soon as its own bucket is back: so a staged step sends the tail
+early. A step of one program sends it last: XLA's GPU scheduler overlaps less with a first bucket that waits for the
 loss too.
 """
 
@@ -23,9 +23,10 @@ from fddp.buckets.rows import add_rows, take_rows
 
 @dataclass(frozen=True)
 class Messages:
-    """What is sent: one flat array per all-reduce, and how the tail lies at the end of one of them."""
+    """Flat arrays, one for each message of the plan, and the layout of the tail at the end of one of them."""
 
     arrays: tuple[Shaped[Array, " n"], ...]
+    """The arrays, in the order of the plan's messages."""
     tail: tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
     """Shapes and structure of the tail; static."""
 
@@ -42,7 +43,7 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Messages:
       tail: a tree of arrays of any numeric dtype.
 
     Returns:
-      What is sent: a flat array for each message of the plan.
+      A flat array for each message of the plan, and the layout of the tail.
     """
     leaves, treedef = jax.tree.flatten(tail)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
@@ -62,18 +63,19 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Messages:
 
 
 def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], Any]:
-    """Splits what was sent into buckets and tail: the inverse of `add_tail`.
+    """Splits messages into buckets and tail: the inverse of `add_tail`.
 
     Args:
       plan: the plan of the buckets.
-      messages: what `add_tail` returned, summed over replicas.
+      messages: the messages of `add_tail`, summed over replicas.
 
     Returns:
       The buckets and the tail.
     """
     shapes, treedef = messages.tail
     sizes = [math.prod(x.shape) * _words(x.dtype) for x in shapes]
-    at, arrays = plan.messages.index(plan.carrier), list(messages.arrays)
+    at = plan.messages.index(plan.carrier)
+    arrays = list(messages.arrays)
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
     came = {(message.bucket, message.rows): array for message, array in zip(plan.messages, arrays)}
     buckets = [
@@ -91,11 +93,12 @@ def scalar_dtype(shapes: Iterable[Any]) -> np.dtype:
     return np.dtype(jnp.result_type(np.float32, *floats))
 
 
-# What does not fit one float exactly travels as several: an integer as its 16-bit words, a complex number as its parts.
+# A number that one float does not hold exactly travels as several: an integer as its 16-bit words, a complex number as
+# its real and imaginary part.
 
 
 def _words(dtype: np.dtype) -> int:
-    """How many floats one element takes."""
+    """Number of floats that one element takes."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return 2
     return max(1, dtype.itemsize // 2) if jnp.issubdtype(dtype, jnp.integer) else 1

@@ -1,4 +1,4 @@
-"""The bits of an array as integers, whose sum over replicas is a broadcast where only one contributes."""
+"""Turns arrays into integers of the same bits, whose sum is a broadcast where all replicas but one have zeros."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from jaxtyping import Array
 
 
 def to_words(x: Array) -> Array:
-    """The bits of an array as integers, whose sum is a broadcast where only one replica contributes.
+    """Turns an array into integers of the same bits, whose sum is a broadcast where all replicas but one have zeros.
 
-    A sum of floats is none: it loses the sign of a zero, what a NaN carries and, on CPUs, the smallest numbers.
+    A sum of floats is no broadcast: it loses the sign of a zero, the payload of a NaN and, on CPUs, subnormal numbers.
 
     Args:
-      x: of any dtype, also random keys.
+      x: an array of any dtype, also random keys.
 
     Returns:
       Integers or booleans.
@@ -21,7 +21,7 @@ def to_words(x: Array) -> Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x.astype(jnp.int8) if sub_byte(x.dtype) else x  # XLA has no bytes of less than 8 bits to send
+        return x.astype(jnp.int8) if sub_byte(x.dtype) else x  # XLA sends no integers of less than 8 bits
     if sub_byte(x.dtype):
         x = x.astype(jnp.float16)  # holds them exactly
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -30,7 +30,7 @@ def to_words(x: Array) -> Array:
 
 
 def from_words(words: Array, like: Array) -> Array:
-    """The inverse of `to_words`, for an array like another."""
+    """Turns integers back into an array of the dtype of `like`: the inverse of `to_words`."""
     dtype = like.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
