@@ -1,8 +1,8 @@
-"""Who the replicas are, and what they say to each other.
+"""The replicas of a training, and the collectives that join them.
 
 A group is replicas with equal parameters: devices along an axis of a mesh, or ranks of MPI. Here are the collectives of
-their programs and of their hosts, the places where arrays lie, and the words in which ranks disagree. This room imports
-no other.
+their programs and of their hosts, the placement of their arrays, and the checks that ranks agree.
+This room imports no other.
 """
 
 from fddp.comm.agreement import described as described

@@ -1,7 +1,7 @@
-"""What all ranks must agree on is compared before anything depends on it.
+"""Compares what ranks must agree on, before anything depends on it.
 
-Source: `_verify_param_shape_across_processes` in PyTorch's `distributed.py`; unlike there names, dtypes and options are
-compared too, and every rank raises the same error.
+Source: `_verify_param_shape_across_processes` in PyTorch's `distributed.py`. Unlike there, names, dtypes and options
+are compared too, and every rank raises the same error.
 """
 
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a group compares, too
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
 
 
-BESIDE = 16  # bytes that each rank may tell beside what is compared
+BESIDE = 16  # bytes that each rank may send along with the description, and that are not compared
 
 
 def verify(
@@ -29,28 +29,30 @@ def verify(
 ) -> list[bytes]:
     """Compares a description on all ranks, and fails on all of them where it differs or cannot be given.
 
-    Only messages of fixed size are sent before the descriptions are known to have one length.
+    All messages have a fixed size until every rank knows the length of the longest description.
 
     Args:
-      group: who compares.
-      what: what is described, for the message: "parameters", say.
-      describe: this rank's description, line by line; may raise what is wrong with this rank's input.
-      beside: at most `BESIDE` bytes that travel with it and may differ; asked for only if the description was given.
+      group: the ranks that compare.
+      what: name of the thing described, for the message: "parameters", say.
+      describe: gives this rank's description, line by line; may raise an error about this rank's input.
+      beside: gives at most `BESIDE` bytes that travel along and may differ; called only if `describe` succeeded.
 
     Returns:
-      What each rank told beside it, filled up with zeros, in order of rank.
+      The bytes that each rank sent along, padded with zeros, in order of rank.
 
     Raises:
       ValueError: the descriptions differ; the message says where, by rank.
-      Exception: what `describe` raised, on every rank: its own error where all agree, else its message by rank.
+      Exception: the error of `describe`, on every rank: its own error where all agree, else its message by rank.
       RuntimeError: an earlier error has left the ranks at different places.
     """
     group.recovery.resume()
+    failure = None
     try:
-        lines, failure = list(describe()), None
+        lines = list(describe())
         told = beside()
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        lines, failure = [f"{type(error).__name__}: {error}"], error
+        failure = error
+        lines = [f"{type(error).__name__}: {error}"]
         told = b""
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
     mine = sha256(text).digest() + told.ljust(BESIDE, b"\0")
@@ -63,14 +65,14 @@ def verify(
 
 
 def described(title: str, tree: Any) -> list[str]:
-    """One line for each leaf of a tree: path, dtype and shape."""
+    """Describes a tree by one line for each leaf: title, path, dtype and shape."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     words = [(title, jax.tree_util.keystr(path, simple=True, separator="/"), _form(x)) for path, x in named]
     return [" ".join(filter(None, line)) for line in words]
 
 
 def shortened(lines: Sequence[str], between: str = "; ", most: int = 6) -> str:
-    """The first of many lines in one."""
+    """Joins the first `most` lines into one, and counts the others."""
     more = f", and {len(lines) - most} more" if len(lines) > most else ""
     return between.join(lines[:most]) + more
 

@@ -1,6 +1,6 @@
-"""What replicas can say to each other inside a program: collectives over a mesh axis, or MPI's through mpi4jax.
+"""Collectives of replicas inside a program: XLA's over a mesh axis, or MPI's through mpi4jax.
 
-Everything that travels within a program goes through a `Communicator`; `count_bytes` tells how much that is.
+Everything that travels within a program goes through a `Communicator`; `count_bytes` counts its bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ class Communicator:
     size: int
     """Number of replicas."""
     replica_index: Callable[[], Int32[Array, ""]]
-    """The place of this replica among them."""
+    """Gives the place of this replica among them."""
     all_reduce: Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]
-    """Sum over replicas."""
+    """Sums arrays over replicas."""
     all_to_all: Callable[[Shaped[Array, "replicas n"]], Shaped[Array, "replicas n"]]
-    """Row i goes to replica i; row i of the result came from replica i."""
+    """Sends row i to replica i; row i of the result came from replica i."""
     all_gather: Callable[[Shaped[Array, " n"]], Shaped[Array, "replicas n"]]
-    """Every replica's array, on every replica."""
+    """Gives every replica's array to every replica."""
     reduce_scatter: Callable[[Shaped[Array, "replicas n"]], Shaped[Array, " n"]]
-    """Row i, summed over replicas, on replica i."""
+    """Sums row i over replicas, for replica i."""
     native16: bool = False
     """Whether `all_reduce` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
     sent: list[Any] | None = field(default=None, compare=False)
-    """The bytes of each call so far, inside of `count_bytes`; a list of its own for each count."""
+    """The bytes of each call so far, inside `count_bytes`, which makes a new list for each count; None outside."""
 
     @property
     def psum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
@@ -49,9 +49,9 @@ def axis_communicator(
 
     Args:
       axis_name: the axis.
-      size: how many replicas talk to each other.
-      platform: of the mesh's devices: "cpu", "gpu", "cuda", "tpu".
-      among: the replicas along the axis, cut into so many each that talk among themselves; None: all do.
+      size: number of replicas that talk to each other.
+      platform: platform of the mesh's devices: "cpu", "gpu", "cuda", "tpu".
+      among: sets of `size` replicas along the axis; each set talks among itself. None: all replicas are one set.
 
     Returns:
       The communicator.
@@ -100,16 +100,17 @@ def mpi_communicator(comm: Any) -> Communicator:
 
 
 def count_bytes(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Calls a function that talks to the other replicas, and counts what it sends.
+    """Calls a function that talks to the other replicas, and counts the bytes that it sends.
 
     Args:
-      comm: what it talks over.
+      comm: the communicator that the function is given.
       f: `f(comm, *args)`, a function of one replica.
       *args: its other arguments.
 
     Returns:
-      What it returned, and the bytes that each replica sends in it: a number, or an array where that is known only
-      when the program runs. Counted as the best algorithms do it: 2 (p − 1)/p of an array for the sum over p replicas.
+      The function's result, and the bytes that each replica sends in it: a number, or an array where they are known
+      only when the program runs. They are those of the best algorithms: 2 (p − 1)/p of an array for a sum over p
+      replicas.
     """
     counting = _counting(comm)
     result = f(counting, *args)
@@ -117,9 +118,9 @@ def count_bytes(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[
 
 
 def count_aside(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """The same inside of a count, which leaves these bytes out: the caller adds them, with `add_bytes`.
+    """Counts as `count_bytes` does, inside another count, which leaves these bytes out; the caller adds them again.
 
-    So a branch tells its bytes as a value of the program, and not all branches are counted.
+    So a branch returns its bytes as a value of the program, and with `add_bytes` the branch taken alone is counted.
     """
     if comm.sent is None:
         return count_bytes(comm, f, *args)
@@ -131,30 +132,30 @@ def count_aside(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[
 
 
 def add_bytes(comm: Communicator, sent: Any) -> None:
-    """Adds to the count that the communicator is in, if it is in one."""
+    """Adds bytes to the count that the communicator is in, if it is in one."""
     if comm.sent is not None:
         comm.sent.append(sent)
 
 
 def as_uint32(sent: Any) -> UInt32[Array, ""]:
-    """A count of bytes as programs carry it: at most 2³² − 1."""
+    """Turns a count of bytes into the number that programs carry: a count known before they run is at most 2³² − 1."""
     return jnp.asarray(min(sent, MOST) if isinstance(sent, int) else sent, jnp.uint32)
 
 
 def all_reduce_bytes(comm: Communicator, size: int, dtype: Any) -> int:
-    """What each replica sends for the sum of so many numbers."""
+    """Bytes that each replica sends for the sum of `size` numbers."""
     itemsize = jnp.dtype(dtype).itemsize
     word = 4 if itemsize == 2 and not comm.native16 else itemsize
     return -(-2 * (comm.size - 1) * size * word // comm.size)
 
 
 def mpi_word(x: jax.Array) -> jax.Array:
-    """MPI knows no 16-bit floats; a sum in float32 is also the more exact one."""
+    """Widens 16-bit floats to float32: MPI does not know them, and a sum in float32 is more exact."""
     return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
 def _moving(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """What only moves 16-bit floats moves their bits, as MPI knows no such numbers."""
+    """Makes a collective that only moves numbers move the bits of 16-bit floats, as MPI knows no such numbers."""
 
     def move(x: Array) -> Array:
         if x.dtype not in (jnp.float16, jnp.bfloat16):
@@ -165,7 +166,7 @@ def _moving(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 def _of_one(comm: Communicator) -> Communicator:
-    """XLA would copy each bucket for an all-reduce of one; the sum of one is what lets it drop the packing as well."""
+    """Drops the collectives of a single replica: XLA would copy each bucket; without them it drops the packing too."""
     if comm.size > 1:
         return comm
     alone = {"all_to_all": lambda rows: rows, "all_gather": lambda x: x[None], "reduce_scatter": lambda rows: rows[0]}
@@ -173,12 +174,13 @@ def _of_one(comm: Communicator) -> Communicator:
 
 
 def _exchanged_and_added(exchange: Callable[[Array], Array], rows: Array) -> Array:
-    """A reduce-scatter of the same bytes, summed in order of replicas; 16-bit floats in 32 bits."""
+    """Reduces and scatters by an exchange of the same bytes, summed in order of replicas; 16-bit floats in 32 bits."""
     return jnp.sum(mpi_word(exchange(rows)), axis=0).astype(rows.dtype)
 
 
 def _counting(comm: Communicator) -> Communicator:
-    sent, size = list[Any](), comm.size
+    sent = list[Any]()
+    size = comm.size
 
     def counted(f: Callable[[Array], Array], count: Callable[[Array], int]) -> Callable[[Array], Array]:
         def call(x: Array) -> Array:

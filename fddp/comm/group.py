@@ -1,4 +1,4 @@
-"""The replicas that train together: who they are, and what their hosts can say to each other.
+"""The group of replicas that train together, and the collectives of its hosts.
 
 Source: `ProcessGroup` and `new_group` in `torch.distributed`.
 """
@@ -40,7 +40,7 @@ class Group:
     """
 
     rank: int
-    """This process."""
+    """This process's place among the group's processes."""
     processes: int
     """Number of processes."""
     size: int
@@ -50,27 +50,27 @@ class Group:
     global_ranks: tuple[int, ...]
     """The processes in order of rank, by their number in the whole job."""
     placement: Placement = field(repr=False)
-    """Where the programs of this group's replicas run, and where their arrays lie."""
+    """The devices on which its replicas' programs run, and their arrays lie."""
     communicator: Communicator = field(repr=False)
-    """What its replicas say to each other inside a program."""
+    """Collectives of its replicas inside a program."""
     transport: Transport = field(repr=False)
-    """What moves their arrays between programs."""
+    """Collectives that move its replicas' arrays between programs."""
     hosts: Hosts = field(repr=False)
-    """What its processes say to each other."""
+    """Collectives of its processes."""
     recovery: Recovery = field(repr=False, compare=False)
-    """What becomes of the next step after an error inside one."""
+    """Decides whether a step may run after an error inside another."""
     make_subgroup: "Callable[[Sequence[int]], Group]" = field(repr=False, compare=False)
     """Makes a smaller group; see `subgroup`."""
     clone: Callable[[int], tuple[Transport, ...]] = field(repr=False, compare=False)
-    """Transports that work side by side: so many, or fewer where the backend has no more."""
+    """Makes as many transports that work side by side, or fewer where the backend has no more."""
     levels: Levels = field(repr=False, compare=False)
-    """What makes a group that sums over nodes first; see `hierarchical`."""
+    """Makes the collectives of a group that sums over nodes first; see `hierarchical`."""
     local: int | None = None
-    """Replicas of a node, where sums go over nodes first; None: they go over all at once."""
+    """Replicas of a node, where sums go over nodes first; None: a sum goes over all replicas at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
-    """What this process does, step by step."""
+    """The record of what this process does, step by step."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
-    """What its steps leave under way; groups of one world share it."""
+    """The messages that its steps leave under way; groups of one world share it."""
 
     @property
     def axis_name(self) -> str | None:
@@ -79,7 +79,7 @@ class Group:
 
     @property
     def shard_ranks(self) -> tuple[int, ...] | None:
-        """What a shard says of the processes that hold it; None on a mesh, of which its arrays know."""
+        """The processes that hold a shard of this group (`Shard.ranks`); None on a mesh, which its arrays name."""
         return None if self.placement.axis_name else self.global_ranks
 
     @property
@@ -88,9 +88,9 @@ class Group:
         return self.rank == 0
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Prints on rank 0 alone, and at once: a launcher reads what a script has flushed.
+        """Prints on rank 0 alone, and flushes: a launcher reads only what a script has flushed.
 
-        Every argument is made on every rank, so what needs all ranks may stand among them.
+        Every rank evaluates the arguments, so a collective call may stand among them.
 
         Args:
           *values: as for Python's own `print`.
@@ -166,20 +166,20 @@ class Group:
         return jax.tree.unflatten(treedef, values)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Collects an object from every process, whatever can be pickled, of any size on each.
+        """Collects an object from every process: anything that can be pickled, of any size on each.
 
-        A pickle is a program that its reader runs: the ranks of one job trust each other, and nobody else's data
-        belongs here.
+        A pickle is a program that its reader runs. The ranks of one job trust each other; data from anybody else does
+        not belong here.
 
         Args:
-          obj: this rank's.
+          obj: this rank's object.
 
         Returns:
           The objects, in order of rank; this rank's is a copy, too.
 
         Raises:
-          TypeError: a rank's cannot be pickled; on every rank.
-          ValueError: a rank cannot read another's; on every rank.
+          TypeError: a rank's object cannot be pickled; on every rank.
+          ValueError: a rank cannot read another's object; on every rank.
 
         Example:
           >>> import fddp
@@ -189,10 +189,10 @@ class Group:
         return all_gather_object(self, obj)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Gives every process the root's object, whatever can be pickled; see `all_gather_object`.
+        """Gives every process the root's object: anything that can be pickled; see `all_gather_object`.
 
         Args:
-          obj: the root's counts; the others may give None.
+          obj: the root's object counts; the others may give None.
           root: rank whose object counts.
 
         Returns:
@@ -214,7 +214,7 @@ class Group:
         self.all_gather(np.uint8(0))
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
-        """Cuts out a group of some of the processes; every one of them calls it, and nobody else needs to.
+        """Makes a group of some of the processes; each of them calls it, and the others need not.
 
         Args:
           ranks: ranks of this group, this process's among them; they are numbered anew in this order.
@@ -235,16 +235,16 @@ class Group:
     def hierarchical(self, local: int | None = None) -> "Group":
         """Makes a group of the same replicas, whose sums go over every node first and then between the nodes.
 
-        For hosts with several ranks each, on Gloo; NCCL does it by itself, and so does MPICH. Every process calls it.
+        It helps hosts with several ranks each, on Gloo; NCCL and MPICH do it by themselves. Every process calls it.
         Where nodes have one replica each, or there is one node, a sum is the plain one, if in another order.
 
         Args:
-          local: replicas of a node: the first so many are one node, the next so many another, as launchers fill hosts;
-            None: nodes are found, by who shares memory (MPI) or a host (meshes).
+          local: replicas of a node: the first `local` replicas are one node, the next as many another, as launchers
+            fill hosts. None: nodes are found, as replicas that share memory (MPI) or a host (meshes).
 
         Returns:
           The group. Its other collectives are this one's, and so are its subgroups. The bytes that leave a replica on
-          both levels, which `info.sent` tells, are those of a plain sum: 2 (p − 1)/p of an array. Of these
+          both levels, which `info.sent` counts, are those of a plain sum: 2 (p − 1)/p of an array. Of these
           2 (m − 1)/(m · local) go over the network that joins m nodes.
 
         Raises:
@@ -258,7 +258,7 @@ class Group:
           True
         """
         verify(self, "nodes", lambda: self._described_nodes(local))
-        # What is found is known to all alike: all go on, or none.
+        # Every process finds the same nodes, so either all go on or all raise.
         nodes = by_node(self.levels.find()) if local is None else blocks(local, self.size)
         communicator, clone = self.levels.make(nodes)
         lanes = clone(max(1, len(self.transport.clones)))

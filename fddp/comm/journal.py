@@ -1,7 +1,7 @@
-"""What this rank is doing, written where another process can read it: steps, tasks, messages, and signs of life.
+"""The journal of a rank: its steps, tasks, messages and signs of life, in memory that another process reads.
 
 A rank that is stuck cannot say so itself. So it writes down what it begins, in memory that its watcher shares
-(`fddp.runtime`), and writing costs no system call. The last messages stay there too, and outlive the rank.
+(`fddp.runtime`); writing costs no system call. The last messages stay there too, and outlive the rank.
 
 Source: the flight recorder of PyTorch's NCCL process group.
 """
@@ -18,72 +18,98 @@ import jax
 
 from fddp.comm.pace import Pace, Usual
 
-MESSAGES = 64  # that are kept
+MESSAGES = 64  # number of last messages that are kept
 WAIT_S = 0.01
-BETWEEN, FINISHED, FAILED = "between steps", "finished", "failed"
-ENDS = (FINISHED, FAILED)  # a script comes to one of them, for good
-STEP, LAUNCHED = "step", "launched"  # before the first task of a step, when it may compile; and when it is XLA's
+BETWEEN = "between steps"
+FINISHED = "finished"
+FAILED = "failed"
+ENDS = (FINISHED, FAILED)  # a script ends in one of these two states
+STEP = "step"  # before the first task of a step, when it may compile
+LAUNCHED = "launched"  # when the step is under way in XLA
 
-# Signs of life; steps begun; calls begun that all ranks make together, steps and what hosts say to each other; messages
-# begun; batches added without a message before the last such call, and before the one before it; when the rank last
-# moved; whether it is in a call of all ranks; steps of the training before this process began; and its pace.
+# life          signs of life
+# steps         steps begun
+# calls         calls begun that all ranks make together: steps, and collectives of hosts
+# messages      messages begun
+# added         batches added without a message before the last such call
+# added_before  the same before the call before that
+# moved         when the rank last moved
+# together      whether the rank is in a call of all ranks
+# before        steps of the training before this process began
+# then its pace, as in `Usual`
 HEAD = struct.Struct("<QQQQQQd?qdddd")
 HEADS = ("life", "steps", "calls", "messages", "added", "added_before", "moved", "together", "before", *Usual._fields)
-TEXT = struct.Struct("<120s")  # what it does, what it sends, and where the main thread is
+TEXT = struct.Struct("<120s")  # what the rank does, what it sends, or where the main thread is, each at its place below
 MESSAGE = struct.Struct("<QQddQ120s")  # number, step, begin, end, bytes, name
 VERDICT = struct.Struct("<?512s")  # whether this rank is to end, and why
-# What ranks agree on when one was told to end soon. This one writes whether it was, how often it has asked, the seconds
-# between, and the question that it agrees to, negative if it has passed that; its watcher writes the question that is
-# proposed, and whether all have agreed.
-ANSWER, PROPOSAL = struct.Struct("<qdq"), struct.Struct("<q?")
+# The ranks agree at which question they stop, after one of them was told to end soon. The rank writes, behind the flag
+# that it was told so: how often it has asked, the seconds between its last two questions, and the number of the
+# question at which it agrees to stop, negative if it is past that one.
+ANSWER = struct.Struct("<qdq")
+# Its watcher writes the number of the question that is proposed, and whether all ranks have agreed to it.
+PROPOSAL = struct.Struct("<q?")
 
-DOING, SENDING, PLACE, ENDING, STOPPING, RING = 128, 256, 384, 512, 1088, 1280
-ANSWERED, PROPOSED = STOPPING + 1, STOPPING + 1 + ANSWER.size
+# Places in the memory, in bytes.
+DOING = 128
+SENDING = 256
+PLACE = 384
+ENDING = 512
+STOPPING = 1088
+ANSWERED = STOPPING + 1
+PROPOSED = ANSWERED + ANSWER.size
+RING = 1280
 SIZE = RING + MESSAGES * MESSAGE.size
 
 
 class Verdict(NamedTuple):
-    """What the watchers of all ranks have found."""
+    """The findings of the watchers of all ranks."""
 
     end: bool
     """Whether this rank is to end."""
     words: str
+    """The reason, for a person."""
 
 
 class Journal:
-    """What one process does; the groups that it is a member of share it."""
+    """The record of what one process does; the groups that it is a member of share it."""
 
     def __init__(self, memory: Any = None, processes: int = 1) -> None:
         """Args:
-        memory: `SIZE` bytes that can be written, shared with a watcher; None: nobody reads what this process does.
-        processes: of the job.
+        memory: `SIZE` bytes that can be written, shared with a watcher; None: nobody reads the journal.
+        processes: number of processes of the job.
         """
-        self.memory, self._read = bytearray(SIZE) if memory is None else memory, memory is not None
+        self.memory = bytearray(SIZE) if memory is None else memory
+        self._read = memory is not None
         self.processes = processes
-        self._lock, self._launched = threading.RLock(), deque[Any]()
-        self._pace, self._other, self._computing = Pace(), Pace(), 0.0  # of steps of all ranks, and of all else
+        self._lock = threading.RLock()
+        self._launched = deque[Any]()
+        self._pace = Pace()  # of steps of all ranks
+        self._other = Pace()  # of all else
+        self._computing = 0.0
         self._life = self._steps = self._calls = self._messages = self._before = 0
-        self._adds, self._added = 0, (0, 0)
+        self._adds = 0
+        self._added = (0, 0)
         self._inside = self._together = False
         self._doing = BETWEEN
-        self._asked, self._asked_at = 0, time.monotonic()
+        self._asked = 0
+        self._asked_at = time.monotonic()
         self.say(BETWEEN)
 
     def step(self, processes: int) -> AbstractContextManager[None]:
         """Notes a step, from its first task to its last.
 
         Args:
-          processes: how many take part in it.
+          processes: number of processes that take part in it.
         """
         self._steps += 1
         return self._of(STEP, processes, self._pace if processes == self.processes else self._other)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
-        """Notes what hosts say to each other.
+        """Notes a collective of hosts.
 
         Args:
-          name: what they do.
-          processes: how many take part in it.
+          name: name of the collective.
+          processes: number of processes that take part in it.
         """
         return self._of(name, processes, self._other)
 
@@ -91,7 +117,9 @@ class Journal:
     def message(self, name: str, nbytes: int) -> Iterator[None]:
         """Notes a message, from when it leaves until its sum is there; on any thread."""
         with self._lock:
-            number, self._messages, start = self._messages, self._messages + 1, time.monotonic()
+            number = self._messages
+            self._messages += 1
+            start = time.monotonic()
             place = RING + number % MESSAGES * MESSAGE.size
             put(self.memory, place, MESSAGE.pack(number, self._steps, start, 0.0, nbytes, _short(name)))
             self._write(SENDING, name)
@@ -101,24 +129,24 @@ class Journal:
             self._write(SENDING, "")
 
     def computed(self, seconds: float) -> None:
-        """Notes how long the step that is under way has computed, where that is known."""
+        """Notes the seconds that the step under way has computed, where they are known."""
         self._computing = seconds
 
     def adds(self, processes: int) -> None:
         """Notes a batch that was added without a message.
 
         Args:
-          processes: how many will take part in the step that sends it.
+          processes: number of processes that will take part in the step that sends it.
         """
         self._adds += processes == self.processes
 
     def at(self, place: str) -> None:
-        """Notes where in the script the main thread is; any thread may tell."""
+        """Notes where in the script the main thread is; any thread may call it."""
         with self._lock:
             put(self.memory, PLACE, TEXT.pack(_short(place)))
 
     def goes_on(self, after: int) -> None:
-        """Notes that this process goes on with a training.
+        """Notes that this process continues a training that was saved.
 
         Args:
           after: the step after which it was saved.
@@ -127,7 +155,7 @@ class Journal:
         self.say(BETWEEN)
 
     def launched(self, result: Any) -> None:
-        """Notes what a step will have made when it is over, if Python does not wait for it.
+        """Notes the results of a step for which Python does not wait; the step is over when they are ready.
 
         Args:
           result: a tree of arrays, the last of which is watched.
@@ -137,7 +165,7 @@ class Journal:
             self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
-        """Notes what the main thread begins; once the script has ended, that it did stays.
+        """Notes what the main thread begins. Nothing replaces the note that the script has ended.
 
         Python calls handlers at its exit after that, and the last steps may still be under way.
         """
@@ -149,7 +177,7 @@ class Journal:
         """Notes that this process lives, and which of its steps are over.
 
         Returns:
-          What is to become of it.
+          The watchers' verdict: whether it is to end.
         """
         with self._lock:
             self._life += 1
@@ -162,12 +190,15 @@ class Journal:
         put(self.memory, STOPPING, struct.pack("<?", True))
 
     def stops(self) -> bool:
-        """Whether all ranks stop now: the same on all that ask equally often.
+        """Whether all ranks stop now: ranks that ask equally often get the same answer.
 
-        A question is proposed that no rank has reached, as far as the watchers know, and counts once all have agreed.
-        Who has come to it waits for that; who was already past it says so, and another is proposed.
+        The watchers propose a question that no rank has reached, as far as they know; it counts once all ranks have
+        agreed. A rank that comes to the question waits for that. A rank that was already past it says so, and the
+        watchers propose another.
         """
-        now, self._asked, before = time.monotonic(), self._asked + 1, self._asked_at
+        now = time.monotonic()
+        before = self._asked_at
+        self._asked += 1
         self._asked_at = now
         while True:
             proposed, settled = PROPOSAL.unpack_from(self.memory, PROPOSED)
@@ -180,7 +211,7 @@ class Journal:
             time.sleep(WAIT_S)
 
     def verdict(self) -> Verdict:
-        """What the watchers have found so far."""
+        """Reads what the watchers have found so far."""
         end, words = VERDICT.unpack_from(self.memory, ENDING)
         return Verdict(end, words.rstrip(b"\0").decode(errors="replace"))
 
@@ -189,7 +220,9 @@ class Journal:
 
     @contextmanager
     def _noted(self, doing: str, processes: int, pace: Pace) -> Iterator[None]:
-        before, self._inside, self._together = self._added, True, processes == self.processes
+        before = self._added
+        self._inside = True
+        self._together = processes == self.processes
         self._calls += self._together
         self._added = (self._adds, self._added[0]) if self._together else self._added
         self._computing = 0.0
@@ -198,7 +231,7 @@ class Journal:
         try:
             yield
         except BaseException:
-            # The others did not see it, or failed as well.
+            # The other ranks did not begin this call, or failed in it as well.
             self._calls -= self._together
             self._steps -= doing == STEP
             self._added = before
@@ -210,7 +243,7 @@ class Journal:
         pace.end(time.monotonic(), self._computing, hidden=bool(self._launched))
 
     def _look(self, over: bool = False) -> None:
-        """Steps that were launched end one after the other, and Python may be many ahead of them."""
+        """Takes note of launched steps that are over: they end one after the other, and Python may be many ahead."""
         while self._launched and not _on_its_way(self._launched[0]):
             self._launched.popleft()
             over = True
@@ -229,19 +262,18 @@ class Journal:
         if not self._read:
             return
         counts = (self._life, self._steps, self._calls, self._messages, *self._added)
-        pace, now = self._pace.usual, time.monotonic()
-        put(self.memory, 0, HEAD.pack(*counts, now, self._together, self._before, *pace))
+        put(self.memory, 0, HEAD.pack(*counts, time.monotonic(), self._together, self._before, *self._pace.usual))
 
 
 def put(memory: Any, place: int, packed: bytes) -> None:
-    """Writes into memory that another process reads meanwhile: `pack_into` would fill it with zeros first."""
+    """Writes into memory that another process reads meanwhile; `pack_into` would fill it with zeros first."""
     memory[place : place + len(packed)] = packed
 
 
 def _on_its_way(array: Any) -> bool:
     try:
         return not array.is_ready()
-    except RuntimeError:  # a later program has used its memory up
+    except RuntimeError:  # the array was donated to a later program
         return False
 
 

@@ -1,14 +1,14 @@
-"""What steps leave under way on a communicator of its own: one job after the other."""
+"""A lane: messages that steps leave under way on a communicator of its own, one job after the other."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 
 
 class Lane:
-    """Jobs of messages that go on after the step that gave them has returned.
+    """Jobs that send messages after the step that added them has returned.
 
-    Each begins when the one before it is over, so that those of several steps never meet: over Gloo XLA keeps one
-    communicator for each order of the devices, whichever step asks for it. All ranks give jobs in the same order, that
+    A job begins when the one before it is over, so that messages of several steps never meet: over Gloo XLA keeps one
+    communicator for each order of the devices, whichever step asks for it. All ranks add jobs in the same order, that
     of their steps.
     """
 
@@ -16,15 +16,15 @@ class Lane:
         self._last: Future[None] | None = None
 
     def add(self, thread: Executor, job: Callable[..., None], *args: object) -> Future[None]:
-        """Begins a job on a thread when the one before it is over, whatever became of that.
+        """Begins a job on a thread when the one before it is over, even if that one failed.
 
         Args:
-          thread: where it runs.
-          job: what is to be done.
+          thread: the executor that runs it.
+          job: the function to call.
           *args: its arguments.
 
         Returns:
-          Its end.
+          A future that is done when the job is over.
         """
         before = self._last
 

@@ -1,9 +1,9 @@
 """A sum in two levels: over every node first, and then between the nodes.
 
-Replicas of one node reach each other faster than those of another. Each of them sums a part of the array over its node
+Replicas of one node reach each other faster than those of another. Each replica sums a part of the array over its node
 (reduce-scatter), sums that part with the replicas that have the same place on the other nodes (all-reduce), and gets
-the other parts from its node (all-gather). So a node of m sends 2 (m − 1)/m of an array over the network, however many
-replicas it has; and a part is summed among the same replicas for all, which gives all of them the same bits.
+the other parts from its node (all-gather). So each of m nodes sends 2 (m − 1)/m of an array over the network, however
+many replicas it has. Every part is summed once, on the same replicas, so all replicas get the same bits.
 
 Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod.
 """
@@ -22,34 +22,34 @@ from jaxtyping import Array, Shaped
 from fddp.comm.communicator import Communicator, mpi_word
 from fddp.comm.transport import Hosts, Transport
 
-# The replicas of each node by their number, equally many.
+# The numbers of each node's replicas, equally many on every node.
 Nodes: TypeAlias = tuple[tuple[int, ...], ...]
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Levels(NamedTuple):
-    """What a backend does for a group that sums in two levels."""
+    """Functions of a backend that find nodes, and make the collectives of a group that sums in two levels."""
 
     find: Callable[[], Sequence[Hashable]]
-    """The node of each replica, whatever names it; every process calls it, and all get the same."""
+    """Finds the node of each replica, by any name; every process calls it, and all get the same."""
     make: Callable[[Nodes], tuple[Communicator, Callable[[int], tuple[Transport, ...]]]]
-    """What stands in the place of the group's communicator, and of its `clone`."""
+    """Makes the communicator and the `clone` that take the place of the group's own."""
 
 
 def in_two_levels(whole: Communicator, node: Communicator, network: Communicator) -> Communicator:
     """Makes the sum inside a program go over two levels.
 
     Args:
-      whole: all replicas.
-      node: those of this replica's node.
-      network: those that have its place on each node.
+      whole: communicator of all replicas.
+      node: communicator of this replica's node.
+      network: communicator of the replicas that have this one's place on each node.
 
     Returns:
       The communicator of all; its other collectives are as they were.
     """
 
     def all_reduce(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-        # Summed twice, 16-bit floats would be rounded twice: they go as they do in a sum at once.
+        # Summed twice, 16-bit floats would be rounded twice: where a plain sum widens them, this one does so first.
         words = (x if whole.native16 else mpi_word(x)).reshape(-1)
         rows = jnp.pad(words, (0, -x.size % node.size)).reshape(node.size, -1)
         part = network.all_reduce(node.reduce_scatter(rows))
@@ -59,11 +59,11 @@ def in_two_levels(whole: Communicator, node: Communicator, network: Communicator
 
 
 def blocks(local: int, replicas: int) -> Nodes:
-    """Nodes of so many replicas each, one behind the other.
+    """Cuts replicas into nodes of equal size, one behind the other.
 
     Args:
       local: replicas of a node.
-      replicas: how many there are.
+      replicas: number of all replicas.
 
     Returns:
       The nodes.
@@ -80,7 +80,7 @@ def blocks(local: int, replicas: int) -> Nodes:
 
 
 def by_node(found: Sequence[Hashable]) -> Nodes:
-    """The replicas of each node.
+    """Lists the replicas of each node.
 
     Args:
       found: the node of each replica.
@@ -106,7 +106,7 @@ def by_node(found: Sequence[Hashable]) -> Nodes:
 
 
 def same_places(nodes: Nodes) -> Nodes:
-    """The replicas that have one place on their nodes, for each place."""
+    """Lists the replicas that have one place on their nodes, for each place."""
     return tuple(zip(*nodes))
 
 
@@ -114,13 +114,13 @@ def hosts_of(hosts: Hosts, processes: Sequence[int]) -> list[bytes]:
     """Finds the host of each replica; every process calls it.
 
     Args:
-      hosts: of the processes.
+      hosts: the collectives of the processes.
       processes: the process of each replica, by its place among them.
 
     Returns:
       Bytes for each replica, equal for those of one host.
     """
-    # Containers of one machine have names of their own, and machines may have one name.
+    # Two machines may have the same name, and containers of one machine share its boot id: together they tell.
     boot = BOOT.read_text() if BOOT.exists() else ""
     mine = sha256(f"{platform.node()} {boot}".encode()).digest()[:8]
     found = hosts.all_gather(np.frombuffer(mine, np.uint8))

@@ -1,4 +1,4 @@
-"""What a person sees of a process that has been busy for a while."""
+"""Reports to a person on stderr while a process is busy."""
 
 import shutil
 import sys
@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-CLEAR = "\x1b[K"  # what was on the rest of the line
+CLEAR = "\x1b[K"  # erases the rest of the line
 
 
 @contextmanager
 def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator[None]:
     """Says on stderr how things stand after a while, and again now and then, until the block ends.
 
-    On a terminal a line takes the place of the one before, where it fits. What the block raises passes through.
+    On a terminal a line takes the place of the one before, where it fits. Errors of the block pass through.
 
     Args:
-      state: how things stand, in a few words.
+      state: says in a few words how things stand.
       first_s: seconds until the first line.
       next_s: seconds from each line to the next.
 
@@ -28,11 +28,11 @@ def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator
       ...     pass
     """
     done = threading.Event()
-    # A thread, for what the block does may block for longer than that.
+    # It reports from a thread of its own: the block may be inside one call for minutes.
     thread = threading.Thread(target=_report, args=(state, done, first_s, next_s), daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the process may have no more threads: then it says nothing
+    except RuntimeError:  # the process can have no more threads: then there are no reports
         done.set()
     try:
         yield
@@ -43,10 +43,12 @@ def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator
 
 
 def _report(state: Callable[[], str], done: threading.Event, first_s: float, next_s: float) -> None:
-    rewritten, seconds = False, first_s
+    rewritten = False
+    seconds = first_s
     with suppress(OSError, ValueError):  # stderr is closed, or its reader is gone
         while not done.wait(seconds):
-            text, seconds = f"fddp: {state()}", next_s
+            seconds = next_s
+            text = f"fddp: {state()}"
             rewritten = sys.stderr.isatty() and len(text) < shutil.get_terminal_size().columns
             print(f"\r{text}{CLEAR}" if rewritten else text, end="" if rewritten else "\n", file=sys.stderr, flush=True)
         if rewritten:

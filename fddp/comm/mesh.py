@@ -1,4 +1,4 @@
-"""Replicas that are devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local)."""
+"""Groups of replicas that are devices along one axis of a mesh; traffic is XLA's own (NCCL, Gloo or local)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -74,13 +74,16 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
     def clone(count: int) -> tuple[Transport, ...]:
-        # Several devices of a process, reached by programs of several threads in different orders, wait for each other.
+        # Programs of several threads may reach the devices of one process in different orders, and then wait for each
+        # other for ever: such a process has one transport.
         turns = min(count, len(processes)) if len(processes) == mesh.size else 1
         return tuple(_turned(mesh, axis_name, piece, turn) if turn else transport for turn in range(turns))
 
-    placement, piece = mesh_placement(mesh, axis_name), GLOO_BYTES if platform == "cpu" and len(processes) > 1 else None
+    placement = mesh_placement(mesh, axis_name)
+    piece = GLOO_BYTES if platform == "cpu" and len(processes) > 1 else None
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
-    transport, hosts = mesh_transport(placement, communicator, piece), mesh_hosts(mesh)
+    transport = mesh_transport(placement, communicator, piece)
+    hosts = mesh_hosts(mesh)
     places = [processes.index(process) for process in owner]
     return Group(
         rank=processes.index(jax.process_index()),
@@ -102,26 +105,26 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
 
 @functools.cache
 def _lane(devices: frozenset[Any]) -> Lane:
-    """One for the same devices, however often a group is made of them, as XLA has one Gloo communicator."""
+    """Gives one lane for the same devices, however many groups are made of them, as XLA has one Gloo communicator."""
     del devices
     return Lane()
 
 
 def replica_mesh(devices: Sequence[Any]) -> Mesh:
-    """A mesh of one axis over devices."""
+    """Makes a mesh of one axis over devices."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def mesh_transport(
     placement: Placement, communicator: Communicator, piece: int | None = None, turn: int = 0
 ) -> Transport:
-    """Collectives between programs that are small programs themselves.
+    """Makes collectives between programs, which are small programs themselves.
 
     Args:
-      placement: from `mesh_placement`.
-      communicator: over the same axis.
+      placement: the placement from `mesh_placement`.
+      communicator: a communicator over the same axis.
       piece: bytes to each replica that are scattered or gathered at once; None: all.
-      turn: by how many places the replicas' order is another: what is gathered comes in the order of turn 0.
+      turn: number of places by which the replicas' order is rotated; an all-gather gives the order of turn 0.
 
     Returns:
       The transport.
@@ -130,7 +133,8 @@ def mesh_transport(
     def blocking(
         f: Callable[[jax.Array], jax.Array], out: PartitionSpec, blocks: int = 1
     ) -> Callable[[jax.Array], jax.Array]:
-        program, alone = placement.program(f, (placement.per_replica,), out), communicator.size * blocks == 1
+        program = placement.program(f, (placement.per_replica,), out)
+        alone = communicator.size * blocks == 1
         return lambda x: x if alone else jax.block_until_ready(program(x))
 
     @functools.cache
@@ -150,12 +154,12 @@ def mesh_transport(
 def mesh_levels(
     placement: Placement, communicator: Communicator, platform: str, find: Callable[[], Sequence[Any]]
 ) -> Levels:
-    """How replicas along an axis sum in two levels.
+    """Makes the levels of replicas along an axis, which sum over nodes first.
 
     Args:
-      placement: from `mesh_placement`.
-      communicator: over the same axis.
-      platform: of its devices.
+      placement: the placement from `mesh_placement`.
+      communicator: a communicator over the same axis.
+      platform: platform of its devices.
       find: finds the node of each replica.
 
     Returns:
@@ -169,14 +173,14 @@ def mesh_levels(
         )
         both = in_two_levels(communicator, node, network)
         transport = mesh_transport(placement, both)
-        # One lane: devices in another order are the same nodes, and two sums at once would mix there.
+        # There is one transport: devices in another order are the same nodes, and two sums at once would mix there.
         return both, lambda count: (transport,)
 
     return Levels(find, make)
 
 
 def mesh_hosts(mesh: Mesh) -> Hosts:
-    """Collectives of the processes of a mesh, over one device of each.
+    """Makes the collectives of a mesh's processes, over one device of each.
 
     Args:
       mesh: devices of one or several processes.
@@ -192,7 +196,7 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
     )
 
     def all_gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
-        with jax.disable_jit(False):  # operation by operation no host sees what another has
+        with jax.disable_jit(False):  # without jit no host sees what another has
             return np.asarray(copy(from_process(NamedSharding(hosts, row), data[None])))
 
     def broadcast(data: Bytes, root: int) -> Bytes:
@@ -205,10 +209,10 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
 
 
 def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transport:
-    """A transport over the same devices in a cyclically later order.
+    """Makes a transport over the same devices in a rotated order.
 
     XLA keeps one Gloo communicator for each order of devices, and on one communicator two sums at once mix, without an
-    error. Sums of floats may differ in the last bits, equally on all ranks.
+    error. A sum of floats may differ in its last bits from that in another order; all ranks get the same bits.
     """
     ring = Mesh(np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape), mesh.axis_names)
     placement = mesh_placement(ring, axis_name)
@@ -216,14 +220,13 @@ def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transpo
     other = mesh_transport(placement, communicator, piece, turn)
 
     def there(x: jax.Array, home: Mesh, spec: PartitionSpec) -> jax.Array:
-        """What this process has of an array, as part of one over the devices in another order."""
+        """Makes an array over the devices in another order, of the parts that this process has."""
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
 
     def turned(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         return lambda x: there(collective(there(x, ring, placement.per_replica)), mesh, REPLICATED)
 
-    own = mesh_transport(
-        mesh_placement(mesh, axis_name), communicator, piece
-    )  # parts have owners, in the mesh's own order
+    # A reduce-scatter gives each replica its own part, so it keeps the mesh's own order.
+    own = mesh_transport(mesh_placement(mesh, axis_name), communicator, piece)
     return own._replace(all_reduce=turned(other.all_reduce), all_gather=turned(other.all_gather))

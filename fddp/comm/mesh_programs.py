@@ -1,4 +1,4 @@
-"""Where the programs of replicas along one axis of a mesh run, and how XLA compiles them."""
+"""The placement of replicas along one axis of a mesh: the devices of their programs, and how XLA compiles these."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike
 from fddp.jax_internals import OVERLAP_OPTIONS, over_axes
 
-# XLA would merge all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops barriers
-# before it puts instructions in order, and collectives of ranks whose programs differ then come in different orders.
-# Before Hopper XLA's GPU scheduler overlaps nothing unless told to.
+# By default XLA merges all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops
+# barriers before it puts instructions in order; ranks whose programs differ would then call collectives in different
+# orders. On GPUs before Hopper XLA's scheduler overlaps nothing by default.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander"}
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
@@ -24,11 +24,11 @@ GPU_OPTIONS = {
 
 
 def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
-    """Replicas along one axis of a mesh.
+    """Makes the placement of replicas along one axis of a mesh.
 
     Args:
       mesh: devices of one or several processes.
-      axis_name: the axis over which replicas lie; along the other axes lie the devices of each.
+      axis_name: the axis along which replicas lie; the devices of one replica lie along the other axes.
 
     Returns:
       The placement.
@@ -52,10 +52,10 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         return PartitionSpec(*entries)
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
-        # check_vma=False: gradients stay each replica's own until we sum them; XLA must not do it leaf by leaf.
+        # `over_axes` sets check_vma=False: gradients stay each replica's own until we sum them, not leaf by leaf.
         spread = over_axes(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name})
-        # Several devices of a replica hold what `place` gave them. Where results lie is said too: of arrays without
-        # elements XLA finds that they are equal everywhere, and the next program would not take them.
+        # Replicas of several devices leave arguments where `place` put them. The shardings of results are given too:
+        # XLA finds that arrays without elements are equal everywhere, and the next program would refuse them.
         specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}
         places: Any = jax.tree.map(sharding, specs)
         return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
@@ -66,13 +66,14 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         return jax.tree.map(lambda x: placed(x, sharding(spec(x))), tree)
 
     def feed(rows: Any) -> Any:
-        # A program takes the host's arrays by itself, and ten times faster, unless other processes hold some of them.
+        # A program takes the host's arrays by itself, and much faster, unless other processes hold some of them.
         if fed_by_programs and not _committed(rows):
             return rows
         return place(rows, per_replica)
 
     def together(arrays: Sequence[Any], where: PartitionSpec) -> Any:
-        (first, *more), times = arrays[0].shape or (1,), 1 if where == REPLICATED else mesh.shape[axis_name]
+        first, *more = arrays[0].shape or (1,)
+        times = 1 if where == REPLICATED else mesh.shape[axis_name]
         shape = (times * first, *more) if arrays[0].shape else ()
         return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
 
@@ -80,7 +81,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         axis_name=axis_name,
         per_replica=per_replica,
         replicas_in_array=mesh.shape[axis_name],
-        # With several steps under way XLA:CPU's threads all wait in all-reduces for devices that have none left.
+        # With several steps under way all threads of XLA:CPU may wait in all-reduces, for devices that have none left.
         shares_cores=on_cpu and mesh.size > len(first_devices(mesh)),
         view=view,
         spec=spec,
@@ -106,12 +107,12 @@ def _same_devices(mesh: Any, other: Mesh) -> bool:
 
 
 def _without(entry: Any, axis_name: str) -> Any:
-    """What stays of an entry of a spec, when an array is to be equal along an axis."""
+    """Takes an axis out of an entry of a spec, for an array that is equal along it."""
     if isinstance(entry, tuple):
         return tuple(axis for axis in entry if axis != axis_name) or None
     return None if entry == axis_name else entry
 
 
 def _committed(tree: Any) -> bool:
-    """Whether the user has put some of these arrays on a device of his choice."""
+    """Whether the user has put some of these arrays on a device of their own choice."""
     return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Replicas that are ranks of an MPI communicator, one device each; traffic goes through mpi4jax and mpi4py."""
+"""Groups of replicas that are ranks of an MPI communicator, one device each, over mpi4jax and mpi4py."""
 
 import time
 import weakref
@@ -22,7 +22,8 @@ from fddp.comm.tree import parts_for_each, sum_of_parts
 
 MESSAGES = 4
 ASKS = 16
-FIRST_WAIT_S, LONGEST_WAIT_S = 2e-5, 1e-3
+FIRST_WAIT_S = 2e-5
+LONGEST_WAIT_S = 1e-3
 ALIGNMENT = 64
 
 
@@ -46,10 +47,13 @@ def mpi_group(comm: Any) -> Group:
 
     from mpi4py import MPI
 
-    # A communicator for each: messages inside of programs (mpi4jax), those between programs, those of the hosts, those
-    # after an error, and the user's own never meet.
-    transport, whole, ranks = mpi_transport(comm.Clone()), MPI.COMM_WORLD.Get_group(), comm.Get_group()
-    communicator, hosts = mpi_communicator(comm.Clone()), mpi_hosts(comm.Clone())
+    # Messages inside programs (mpi4jax), between programs, of the hosts, after an error, and the user's own must never
+    # meet: each kind has a communicator of its own.
+    transport = mpi_transport(comm.Clone())
+    communicator = mpi_communicator(comm.Clone())
+    hosts = mpi_hosts(comm.Clone())
+    whole = MPI.COMM_WORLD.Get_group()
+    ranks = comm.Get_group()
     return Group(
         rank=comm.rank,
         processes=comm.size,
@@ -68,7 +72,7 @@ def mpi_group(comm: Any) -> Group:
 
 
 def mpi_placement() -> Placement:
-    """Replicas of one device a process, without a mesh: what is equal everywhere and what is a rank's own are alike."""
+    """Makes the placement of replicas of one device a process, without a mesh: every array lies on that device."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
@@ -96,10 +100,10 @@ def mpi_placement() -> Placement:
 
 
 def mpi_transport(comm: Any) -> Transport:
-    """Collectives of mpi4py between programs.
+    """Makes collectives of mpi4py between programs.
 
-    mpi4jax's own call spins on a core that the backward pass needs; MPI's nonblocking call, asked less and less often,
-    leaves it free. In several messages one is on the wire while another is being added up.
+    mpi4jax's own call spins on a core that the backward pass needs. MPI's nonblocking call, asked less and less often,
+    leaves it free. An array is sent in several messages: one is on the wire while another is being added up.
 
     Args:
       comm: an mpi4py communicator that nothing else uses.
@@ -109,7 +113,8 @@ def mpi_transport(comm: Any) -> Transport:
     """
     from mpi4py import MPI
 
-    device, like = jax.local_devices()[0], receive_buffers()
+    device = jax.local_devices()[0]
+    like = receive_buffers()
 
     def all_reduce(x: jax.Array) -> jax.Array:
         if comm.size == 1:
@@ -150,12 +155,12 @@ def mpi_transport(comm: Any) -> Transport:
 
 
 def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
-    """How ranks of MPI sum in two levels.
+    """Makes the levels of MPI's ranks, which sum over nodes first.
 
     Args:
-      comm: the ranks.
-      communicator: of the same, inside a program.
-      hosts: of the same.
+      comm: mpi4py communicator of the ranks.
+      communicator: their collectives inside a program.
+      hosts: their collectives between hosts.
 
     Returns:
       The levels.
@@ -186,15 +191,17 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
 
 
 def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:
-    """A sum over the ranks of a node, then over those of its place on each node: all in the memory of the result."""
+    """Makes a sum over the ranks of a node, then over those of its place on each node, in the result's own memory."""
     from mpi4py import MPI
 
-    device, like = jax.local_devices()[0], receive_buffers()
+    device = jax.local_devices()[0]
+    like = receive_buffers()
 
     def all_reduce(x: jax.Array) -> jax.Array:
         sent = jax.device_get(mpi_word(x))
         received = like(sent)
-        messages, totals = np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES)
+        messages = np.array_split(sent, MESSAGES)
+        totals = np.array_split(received, MESSAGES)
         parts = [np.array_split(total, node.size) for total in totals]
         sizes = [[part.size for part in cut] for cut in parts]
         # On each communicator the calls begin in one order on all ranks, whichever of them is done first.
@@ -215,10 +222,10 @@ def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def _wait_for(requests: Sequence[Any]) -> None:
-    """Asks less and less often whether all are done, each time more than once.
+    """Waits for messages: asks less and less often whether all are done, each time several times in a row.
 
-    MPI works only while it is asked, one step each time, and a message has many: asked once, it would leave what has
-    come there, and the link idle, until the next time.
+    MPI works only while it is asked, one step each time, and a message takes many steps. Asked only once, it would
+    leave what has arrived unread, and the link idle, until the next time.
     """
     from mpi4py import MPI
 
@@ -229,7 +236,7 @@ def _wait_for(requests: Sequence[Any]) -> None:
 
 
 def mpi_hosts(comm: Any) -> Hosts:
-    """Collectives of mpi4py between hosts.
+    """Makes collectives of mpi4py between hosts.
 
     Args:
       comm: an mpi4py communicator that nothing else uses.
@@ -254,12 +261,12 @@ def mpi_hosts(comm: Any) -> Hosts:
 def receive_buffers() -> Callable[..., Shaped[np.ndarray, " n"]]:
     """Makes a function that gives arrays to receive into; call it from one thread at a time.
 
-    Fresh memory is paid for page by page, when it is first written to: it is used again as soon as nobody reads it.
+    The first write to each page of fresh memory is slow. So memory is given out again as soon as nobody reads it.
 
     Returns:
-      `like(x, times=1)` → an array of so many times the size of `x` and of its dtype with arbitrary content, aligned so
-      that XLA takes it over without a copy. Its memory is given out again when it and everything that looks into it
-      (views, JAX arrays) is gone.
+      `like(x, times=1)`: gives an array of `times` the size of `x` and of its dtype, with arbitrary content, aligned so
+      that XLA takes it over without a copy. Its memory is given out again when the array and all that look into it
+      (views, JAX arrays) are gone.
 
     Example:
       >>> import numpy as np
@@ -275,7 +282,7 @@ def receive_buffers() -> Callable[..., Shaped[np.ndarray, " n"]]:
     def like(x: Shaped[np.ndarray, " n"], times: int = 1) -> Shaped[np.ndarray, " m"]:
         spare = idle[times * x.nbytes]
         room = spare.pop() if spare else _aligned(times * x.nbytes)
-        # Over a memoryview, `.data`: views of it then keep this very array alive, and not only the memory below.
+        # Made over a memoryview, `.data`: views then keep this very array alive, and not only the memory below it.
         view = np.frombuffer(room.data, x.dtype)
         weakref.finalize(view, spare.append, room)
         return view

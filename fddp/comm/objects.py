@@ -1,8 +1,8 @@
-"""Python's own objects between the ranks of a group, as pickles of any size.
+"""Collectives of Python's own objects, which travel as pickles of any size.
 
-Whoever reads a pickle runs what is in it, so these travel only among the ranks of one job, which trust each other.
+Reading a pickle runs the code in it, so pickles travel only among the ranks of one job, which trust each other.
 
-Source: `all_gather_object` and `broadcast_object_list` in PyTorch's `distributed_c10d.py`; unlike there an object that
+Source: `all_gather_object` and `broadcast_object_list` in PyTorch's `distributed_c10d.py`. Unlike there, an object that
 cannot be pickled, or read, is the same error on every rank.
 """
 
@@ -25,15 +25,15 @@ def all_gather_object(group: "Group", obj: Any) -> list[Any]:
     """Collects an object from every process.
 
     Args:
-      group: who gathers; every rank calls it.
-      obj: this rank's.
+      group: the ranks that gather; every rank calls it.
+      obj: this rank's object.
 
     Returns:
       The objects, in order of rank.
 
     Raises:
-      TypeError: one cannot be pickled; on every rank.
-      ValueError: one cannot be read; on every rank.
+      TypeError: an object cannot be pickled; on every rank.
+      ValueError: an object cannot be read; on every rank.
     """
     data = _alike(group, "", lambda: _pickled("all_gather_object", obj))
     sent = gather_bytes(group, data)
@@ -44,16 +44,16 @@ def broadcast_object(group: "Group", obj: Any, root: int) -> Any:
     """Gives every process the root's object.
 
     Args:
-      group: who hears it; every rank calls it.
-      obj: the root's counts.
-      root: its rank.
+      group: the ranks that get it; every rank calls it.
+      obj: the root's object counts.
+      root: rank whose object counts.
 
     Returns:
       The object, a copy on the root as well.
 
     Raises:
-      TypeError: it cannot be pickled; on every rank.
-      ValueError: it cannot be read, or there is no such rank; on every rank.
+      TypeError: the object cannot be pickled; on every rank.
+      ValueError: the object cannot be read, or there is no such rank; on every rank.
     """
     data = _alike(group, f"root={root}", lambda: _pickled("broadcast_object", obj) if group.rank == root else b"")
     length = int(group.broadcast(np.int64(len(data)), root))
@@ -62,7 +62,7 @@ def broadcast_object(group: "Group", obj: Any, root: int) -> Any:
 
 
 def _alike(group: "Group", said: str, make: Callable[[], Made]) -> Made:
-    """Makes something on every rank, or fails on every rank."""
+    """Calls `make` on every rank; fails on every rank if it fails on one, or if `said` differs between ranks."""
     made = list[Made]()
 
     def describe() -> list[str]:

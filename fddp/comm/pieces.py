@@ -1,7 +1,7 @@
-"""Parts that are scattered and gathered piece by piece.
+"""Scatters and gathers long parts in short pieces.
 
-Gloo has one connection for both directions between two processes, and a long part on its way there holds up the one
-that comes back: on a wire the two then take turns. Short ones share it.
+Gloo has one connection for both directions between two processes. A long part that travels one way holds up the part
+that comes back, so on a wire the two take turns. Short pieces share the wire.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ GLOO_BYTES = 2**19
 
 
 def scattered(comm: Communicator, rows: Shaped[Array, "replicas n"], most: int | None) -> Shaped[Array, " n"]:
-    """Row i, summed over replicas, on replica i: the same numbers as at once.
+    """Sums row i over replicas for replica i, in pieces; the numbers are the same as in one go.
 
     Args:
-      comm: of the replicas.
-      rows: what each has.
-      most: bytes of a piece of a row; None: all of it.
+      comm: the replicas' communicator.
+      rows: this replica's rows, one for each replica.
+      most: bytes of a piece of a row; None: the whole row.
 
     Returns:
       This replica's row.
@@ -32,32 +32,32 @@ def scattered(comm: Communicator, rows: Shaped[Array, "replicas n"], most: int |
 
 
 def gathered(comm: Communicator, x: Shaped[Array, " n"], most: int | None) -> Shaped[Array, "replicas n"]:
-    """Every replica's array, on every replica.
+    """Gathers every replica's array on every replica, in pieces.
 
     Args:
-      comm: of the replicas.
-      x: what this one has.
-      most: bytes of a piece; None: all of it.
+      comm: the replicas' communicator.
+      x: this replica's array.
+      most: bytes of a piece; None: the whole array.
 
     Returns:
-      One row for each.
+      One row for each replica.
     """
     pieces = _cut(x, most).reshape(-1, _length(x, most))
     return _each(comm.all_gather, pieces).swapaxes(0, 1).reshape(comm.size, -1)[:, : x.size]
 
 
 def _length(x: Array, most: int | None) -> int:
-    """Elements of a piece: equally many in all."""
+    """Number of elements of a piece, the same for all pieces."""
     length = x.shape[-1]
     return -(-length // max(1, -(-length * x.dtype.itemsize // most))) if most and length else max(1, length)
 
 
 def _cut(x: Array, most: int | None) -> Array:
-    """Filled up, so that all pieces are full."""
+    """Pads the last dim, so that all pieces are full."""
     filled = -x.shape[-1] % _length(x, most)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, filled)])
 
 
 def _each(f: Callable[[Array], Array], pieces: Array) -> Array:
-    """One after the other: on one communicator two at once would mix."""
+    """Sends pieces one after the other: on one communicator two at once would mix."""
     return f(pieces[0])[None] if len(pieces) == 1 else jax.lax.map(f, pieces)

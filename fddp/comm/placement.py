@@ -1,8 +1,8 @@
-"""Where the programs of replicas run, and where their arrays lie.
+"""The placement of replicas: the devices on which their programs run, and their arrays lie.
 
-Everything above is written once, for one replica: `program` turns a function of one replica into a program that runs on
-all of them, and `place` brings a process's own arrays to where programs take them. Replicas lie along one axis of a
-mesh; along the others the user places arrays as any JAX array is placed.
+All rooms above this one are written for one replica. `program` turns a function of one replica into a program that runs
+on all of them, and `place` puts a process's own arrays where programs take them. Replicas lie along one axis of a mesh;
+along its other axes the user places arrays as any JAX array is placed.
 """
 
 import math
@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 
 from fddp.jax_internals import ClosedJaxpr, asked_for, parts_here
 
-# What is equal on all replicas.
+# The spec of an array that is equal on all replicas.
 REPLICATED = PartitionSpec()
-# What a replica of one device sees of the mesh.
+# The view of a replica of one device: a mesh without axes.
 WHOLE = AbstractMesh((), ())
 
 
@@ -28,7 +28,7 @@ class Placement(NamedTuple):
     axis_name: str | None
     """Name of the mesh axis for collectives inside a loss; None where there is no mesh."""
     per_replica: PartitionSpec
-    """Spec of what every replica has for itself: concatenated over replicas along dim 0."""
+    """Spec of an array whose rows differ between replicas: concatenated over replicas along dim 0."""
     replicas_in_array: int
     """The number of replicas whose rows such an array holds."""
     shares_cores: bool
@@ -36,19 +36,19 @@ class Placement(NamedTuple):
     view: AbstractMesh
     """The mesh as the function of a replica of several devices sees it: XLA partitions along the other axes."""
     spec: Callable[[Any], PartitionSpec]
-    """Where the parts of an array lie along those axes, as its user placed it."""
+    """Reads how the user placed an array along those axes: gives its `PartitionSpec`."""
     program: Callable[..., jax.stages.Wrapped]
     """`program(f, in_specs, out_specs, donate=())`: compiles `f`, a function of one replica, for all of them."""
     place: Callable[[Any, PartitionSpec], Any]
-    """`place(tree, spec)`: this process's arrays (its own rows, for `per_replica`) as arguments of a program."""
+    """`place(tree, spec)`: puts this process's arrays (for `per_replica` its own rows) where a program takes them."""
     holds: Callable[[Sequence[Any]], bool]
     """Whether arrays lie where `place(arrays, REPLICATED)` would bring them, and have not been given away."""
     each: Callable[[Any], tuple[Any, ...]]
-    """What each of this process's replicas has of an array: on its own device, for programs of that one alone."""
+    """Splits an array into one for each of this process's replicas, on its own device, for programs of it alone."""
     together: Callable[[Sequence[Any], PartitionSpec], Any]
-    """The inverse of `each`: one array of what each of this process's replicas has."""
+    """Joins the arrays of this process's replicas into one: the inverse of `each`."""
     feed: Callable[[Any], Any]
-    """This process's rows as arguments of one program; `place` is for what several programs read, and dearer."""
+    """Makes this process's rows the arguments of one program; `place`, which is slower, serves several programs."""
 
     @property
     def other_axes(self) -> tuple[str, ...]:
@@ -57,30 +57,30 @@ class Placement(NamedTuple):
 
 
 def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """The program of a function of one replica, and the shapes of what it returns; nothing runs."""
+    """Traces a function of one replica: gives its program, and the shapes of its results; nothing runs."""
     axes = [(placement.axis_name, placement.replicas_in_array)] if placement.axis_name else None
     with jax.sharding.use_abstract_mesh(placement.view):
         return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*jax.tree.map(_form, args))
 
 
 def _form(x: Any) -> jax.ShapeDtypeStruct:
-    """An array as a replica sees it: without its sharding, whose mesh is the user's and not the view."""
+    """Gives shape and dtype of an array as a replica sees it: without its sharding, whose mesh is not the view."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def add_replica_dim(tree: Any) -> Any:
-    """What a replica has for itself, as it crosses a program's border: with a first dim, along which replicas lie."""
+    """Adds a first dim, along which replicas lie, to a replica's own arrays as they leave its program."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
 def drop_replica_dim(tree: Any) -> Any:
-    """The inverse of `add_replica_dim`."""
+    """Drops the first dim, along which replicas lie: the inverse of `add_replica_dim`."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def of_one_replica(tree: Any, replicas: int) -> Any:
-    """The forms of what each of so many replicas has of arrays that hold them along dim 0; NumPy's as in JAX."""
+    """Shapes and dtypes that one replica sees of arrays that hold all replicas' rows along dim 0; dtypes are JAX's."""
 
     def form(x: Any) -> jax.ShapeDtypeStruct:
         shape = (x.shape[0] // replicas, *x.shape[1:]) if x.shape else ()
@@ -90,12 +90,12 @@ def of_one_replica(tree: Any, replicas: int) -> Any:
 
 
 def specs(placement: Placement, tree: Any) -> Any:
-    """Where the parts of each array lie: a `PartitionSpec` over the other axes for each leaf."""
+    """Makes a tree that has for each leaf the `PartitionSpec` over the other axes, along which its parts lie."""
     return jax.tree.map(placement.spec, tree)
 
 
 def parts(placement: Placement, tree: Any) -> Any:
-    """The shapes of the parts that one device holds of each array."""
+    """Shapes and dtypes of the parts that one device holds of each array."""
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
         cuts = [math.prod(placement.view.shape[axis] for axis in _axes(entry)) for entry in placement.spec(x)]
@@ -107,12 +107,12 @@ def parts(placement: Placement, tree: Any) -> Any:
 
 
 def laid_out(placement: Placement, tree: Any, where: Any) -> Any:
-    """Says to XLA, inside a program, where the parts of each array are to lie.
+    """Tells XLA, inside a program, where the parts of each array are to lie.
 
     Args:
       placement: the devices of the replicas.
       tree: arrays.
-      where: a tree like it, from `specs`.
+      where: a tree of the same structure, from `specs`.
 
     Returns:
       The arrays.
@@ -127,8 +127,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
-    """Whether all of these are this process's arrays, where a sharding says, and have not been given away."""
-    # A list looks for the same object before it compares: each step asks this of each leaf of its state.
+    """Whether all of these are JAX arrays with this sharding that have not been donated."""
+    # Each step asks this of each leaf of its state, so it must be fast: a list's `count` looks for the same object
+    # before it compares.
     held = (
         all(issubclass(kind, jax.Array) for kind in set(map(type, arrays)))
         and [x.sharding for x in arrays].count(sharding) == len(arrays)
@@ -140,7 +141,7 @@ def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
 
 
 def placed_alike(tree: Any, sharding: Sharding) -> Any:
-    """This process's arrays where a sharding says, all of them."""
+    """Puts all of this process's arrays where a sharding says."""
     return jax.tree.map(lambda x: placed(x, sharding), tree)
 
 
@@ -158,6 +159,6 @@ def placed(x: Any, sharding: Sharding) -> Any:
 
 
 def from_process(sharding: Sharding, x: Any) -> jax.Array:
-    """This process's part of an array over several, as a transfer that is asked for."""
+    """Makes an array over several processes from this one's part; an explicit transfer, to JAX's transfer guard."""
     with asked_for():
         return jax.make_array_from_process_local_data(sharding, np.asarray(jax.device_get(x)))

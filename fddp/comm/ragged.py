@@ -1,4 +1,4 @@
-"""Bytes from every process, as many as each has."""
+"""Gathers bytes from every process, which may have unequally many."""
 
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,8 @@ def gather_bytes(group: "Group", data: bytes) -> list[bytes]:
     """Collects bytes from every process, in packed chunks of at most 64 MiB from each.
 
     Args:
-      group: who gathers; every rank calls it.
-      data: any number of bytes.
+      group: the ranks that gather; every rank calls it.
+      data: this rank's bytes, any number of them.
 
     Returns:
       The bytes of each process, in order of rank.

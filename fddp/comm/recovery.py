@@ -1,4 +1,4 @@
-"""A rank that catches its error may try again, if all ranks are where it is."""
+"""Recovery from an error: a rank that catches it may go on, if all ranks are at the same message."""
 
 import atexit
 import math
@@ -16,17 +16,19 @@ PATIENCE_S = 10.0
 
 
 class Recovery:
-    """What a rank has sent to its group, and whether it may send again after an error.
+    """Counts the messages of a rank to its group, and decides whether it may send again after an error.
 
-    If a rank failed alone between its messages and then began anew, its first one would meet a later one of the others.
+    If a rank alone failed between its messages and then began anew, its first message would meet a later one of the
+    other ranks.
     """
 
     def __init__(self, meet: Callable[[int, float], bool]) -> None:
         """Args:
-        meet: (place, seconds) → whether all ranks ask this with the same place, within so many seconds of the first;
-            all get the same answer, by other means than messages.
+        meet: (place, seconds) → whether all ranks ask with the same place, within so many seconds of the first. All get
+            the same answer. It must not use the messages of the group.
         """
-        self._meet, self._lock = meet, threading.Lock()
+        self._meet = meet
+        self._lock = threading.Lock()
         self._sent = self._before = 0
         self._failed = self._lost = False
 
@@ -36,7 +38,7 @@ class Recovery:
             self._sent += 1
 
     def __enter__(self) -> None:
-        """A step begins: it will note an error that comes after messages have left."""
+        """Begins a step, whose end notes an error that came after messages had left."""
         self.resume()
         self._before = self._sent
 
@@ -45,16 +47,16 @@ class Recovery:
             self._failed = self._sent > self._before
 
     def fail(self) -> None:
-        """Notes an error that came when no step was there to note it, and does what the next step does after one.
+        """Notes an error outside any step, and makes sure, as the next step would, that all ranks are at one place.
 
         Raises:
-          RuntimeError: as `resume`.
+          RuntimeError: as in `resume`.
         """
         self._failed = True
         self.resume()
 
     def resume(self) -> None:
-        """After such an error, makes sure that all ranks are at the same place.
+        """Makes sure, after an error that was noted, that all ranks are at the same message.
 
         Raises:
           RuntimeError: they are not, or did not come in time.
@@ -74,18 +76,19 @@ class Recovery:
 
 
 def mpi_meet(comm: Any) -> Callable[[int, float], bool]:
-    """How ranks of MPI meet, on a communicator that nothing else uses."""
-    kept: list[Any] = []  # MPI may write there when nobody waits any more
+    """Makes the `meet` of MPI's ranks, on a communicator that nothing else uses."""
+    kept: list[Any] = []  # buffers live on: MPI may write into them after a rank has given up waiting
 
     def gather(number: int) -> tuple[np.ndarray, Callable[[], bool]]:
-        mine, numbers = np.array([number], int), np.zeros(comm.size, int)
+        mine = np.array([number], int)
+        numbers = np.zeros(comm.size, int)
         kept.append((comm.Iallgather(mine, numbers), mine, numbers))
         return numbers, kept[-1][0].Test
 
     def meet(place: int, seconds: float) -> bool:
         places, came = gather(place)
         together = poll(came, seconds) and bool(np.all(places == place))
-        # Asked again, so that who comes too late hears that another has given up.
+        # A second round: a rank that comes too late hears that another has given up.
         answers, told = gather(together)
         return together and poll(told, math.inf) and bool(np.all(answers))
 
@@ -93,7 +96,7 @@ def mpi_meet(comm: Any) -> Callable[[int, float], bool]:
 
 
 def service_meet(find_client: Callable[[], Any], processes: Sequence[int]) -> Callable[[int, float], bool]:
-    """How processes of jax.distributed meet, at its coordination service, of which they have a client by then."""
+    """Makes the `meet` of jax.distributed's processes at its coordination service; finds the client only then."""
 
     def meet(place: int, seconds: float) -> bool:
         if len(processes) == 1:
@@ -109,7 +112,7 @@ def service_meet(find_client: Callable[[], Any], processes: Sequence[int]) -> Ca
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
-    """Asks until the answer is yes or the time is over."""
+    """Asks until `done()` is true or the seconds are over; returns whether it was true."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
@@ -119,7 +122,7 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def _leave() -> None:
-    """Ends a process as failed that others wait for, even if it caught the error that told it so."""
+    """Ends this process with status 1, as others wait for it, even if the script has caught the error of `resume`."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(1.0)  # others may be ending by themselves

@@ -1,7 +1,7 @@
-"""Several groups of the same processes, which take the buckets in turn.
+"""Joins several groups of the same processes, which take the buckets in turn.
 
-One communicator sends one bucket at a time, and one flow of messages may not fill a fast link. With several, as many
-buckets are under way at once.
+One communicator sends one bucket at a time, and one flow of messages may not fill a fast link. With several
+communicators as many buckets are under way at once.
 
 Source: Li et al. (VLDB 2020), section 5.4; `_round_robin_process_groups` in `torch.distributed`.
 """
@@ -14,15 +14,15 @@ from fddp.comm.group import Group
 
 
 def round_robin(groups: Sequence[Group]) -> Group:
-    """Makes one group of several over the same processes; every process calls it with as many.
+    """Makes one group of several over the same processes; every process calls it with equally many.
 
     Bucket k of a step that runs as several programs (schedule "staged" or "after") goes to group k modulo their number,
-    on all ranks alike; "staged" has as many all-reduces under way as there are groups. Inside one program (schedule
-    "fused") XLA launches the sums itself, and all else the hosts tell each other is the first group's.
+    on all ranks alike. "staged" has as many all-reduces under way as there are groups. Inside one program (schedule
+    "fused") XLA launches the sums itself. The first group does all else, such as the collectives of hosts.
 
-    Under MPI every group has communicators of its own. Under Gloo XLA has one for each order of the devices, so at
-    most as many sums run side by side as there are processes, further groups take their turns on these, and where a
-    process has several devices, or sums go over nodes first, all stay on one.
+    Under MPI every group has communicators of its own. Under Gloo XLA has one for each order of the devices, so no
+    more sums run side by side than there are processes; further groups take turns. Where a process has several devices,
+    or sums go over nodes first, all groups share one.
 
     Args:
       groups: groups of the same processes in the same order, such as `[group] * 3`.

@@ -1,4 +1,4 @@
-"""What moves arrays between the programs of replicas, and bytes between their hosts."""
+"""Transports, which move arrays between the programs of replicas, and bytes between their hosts."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -14,21 +14,22 @@ class Transport(NamedTuple):
     """Collectives between programs; they block the calling thread."""
 
     all_reduce: Callable[[jax.Array], jax.Array]
-    """Sum over replicas of what each has for itself, flat."""
+    """Sums the flat arrays of all replicas."""
     reduce_scatter: Callable[[jax.Array], jax.Array]
-    """The same, cut into equal parts, of which each replica gets its own."""
+    """Sums them, and cuts the sum into equal parts, of which each replica gets its own."""
     all_gather: Callable[[jax.Array], jax.Array]
-    """What each has for itself, flat, one behind the other, on all of them."""
+    """Joins the flat arrays of all replicas, one behind the other, on every replica."""
     tree_reduce: Callable[[jax.Array, int], jax.Array]
-    """The sum of so many blocks of each, flat, one behind the other, in the tree of virtual replicas."""
+    """`tree_reduce(x, blocks)`: sums all blocks of all replicas in the tree of virtual replicas; a replica's blocks
+    lie in `x`, flat, one behind the other."""
     clones: "tuple[Transport, ...]" = ()
-    """Transports whose collectives may run side by side, each message on the next; none: this one alone."""
+    """Transports whose collectives may run side by side, and which take messages in turn; empty: this one alone."""
 
 
 class Hosts(NamedTuple):
     """Collectives of the processes themselves."""
 
     all_gather: Callable[[Bytes], UInt8[np.ndarray, "processes n"]]
-    """Equally many bytes from every process, on every process."""
+    """Gathers equally many bytes from every process, on every process."""
     broadcast: Callable[[Bytes, int], Bytes]
-    """`broadcast(data, root)`: root's bytes, on every process."""
+    """`broadcast(data, root)`: gives every process the root's bytes."""
