@@ -1,7 +1,7 @@
 """The backward pass as equations, known before it runs.
 
-The order in which gradients become ready, the stages into which a program is cut, and the parameters that it uses are
-read off here. This room imports no other.
+This room reads three things off the equations: the order in which gradients become ready, the stages into which a
+program is cut, and the parameters that it uses. This room imports no other.
 """
 
 from fddp.jaxpr.elements import Follows as Follows

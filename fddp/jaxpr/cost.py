@@ -1,11 +1,11 @@
-"""How much work an equation is, roughly: enough to share out work."""
+"""The rough cost of an equation: enough to share out work among ranks."""
 
 from math import prod
 from typing import Any
 
 from fddp.jax_internals import Jaxpr, JaxprEqn, branches, contracted_dims, inner_programs, scan_body
 
-# Decompositions: about as many operations as a product of the matrix with itself.
+# Decompositions: each costs about as many operations as a product of the matrix with itself.
 FACTORS = {"cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve"}
 
 
@@ -16,10 +16,11 @@ def operations(eqn: JaxprEqn) -> int:
       eqn: any equation.
 
     Returns:
-      Multiplications and additions of a product, one operation for each element of any other result. Of a loop those of
-      all its rounds, where their number is known, and of branches those of the longest.
+      Multiplications and additions of a product, one operation for each element of any other result. A loop counts all
+      its rounds, where their number is known. Branches count as the longest of them.
     """
-    name, made = eqn.primitive.name, sum(prod(_shape(var)) for var in eqn.outvars)
+    name = eqn.primitive.name
+    made = sum(prod(_shape(var)) for var in eqn.outvars)
     if name == "dot_general":
         return 2 * made * prod(_shape(eqn.invars[0])[dim] for dim in contracted_dims(eqn))
     if name == "scan":

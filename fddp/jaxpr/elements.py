@@ -1,10 +1,10 @@
-"""What an equation makes of parts of arrays: parts again, its part of a sum, or nothing, as it needs whole arrays.
+"""The results of an equation on parts of arrays: parts again, a summand of a total, or none, as it needs whole arrays.
 
-Where each rank holds a part of each array, what goes element by element is made from the parts, a sum over an array
-from the ranks' sums, and all else needs the whole array. That is found in the equations; no optimizer is asked what it
-is.
+Each rank holds a part of each array. An elementwise equation makes parts from parts. A sum over an array is made from
+the ranks' sums. All other equations need the whole array. The equations themselves tell; no optimizer has to declare
+what it does.
 
-Source: ZeRO (Rajbhandari et al., SC 2020), which takes it for granted.
+Source: ZeRO (Rajbhandari et al., SC 2020), which takes it for granted that updates are elementwise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,16 +33,16 @@ ELEMENTWISE = {
     *("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
     *("floor", "ceil", "round", "real", "imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy"),
 }
-# They keep the elements and their order, and change the dims.
+# These keep the elements and their order, and change the dims.
 RESHAPES = {"reshape", "squeeze", "expand_dims"}
 SUMS = {"add", "add_any", "sub", "neg"}
-# How the ranks' results of a reduction over all of an array are put together.
+# The operation that joins the ranks' results of a reduction over all of an array.
 TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_and": "min", "reduce_or": "max"}
 
 
 @dataclass(frozen=True)
 class Same:
-    """Equal on all ranks, whatever part of the arrays each holds."""
+    """A value that is equal on all ranks, whatever part of the arrays each holds."""
 
     uniform: bool = True
     """Whether all of its elements are equal, so that it can be made in any size."""
@@ -50,14 +50,14 @@ class Same:
 
 @dataclass(frozen=True)
 class Follows:
-    """An array of one leaf that lies in parts, flat, each rank's as large as the others'."""
+    """An array of one leaf that lies in parts, flat and of equal size on all ranks."""
 
     leaf: int
 
 
 @dataclass(frozen=True)
 class Total:
-    """A number that is not whole before the ranks' parts of it are put together."""
+    """A number of which each rank has a summand (or a maximum, a minimum) until the ranks join them."""
 
     op: str
     """"sum", "max" or "min"."""
@@ -65,9 +65,10 @@ class Total:
 
 @dataclass(frozen=True)
 class Whole:
-    """It needs whole arrays; where these are of one leaf, it is made at the home of that leaf."""
+    """A value that needs whole arrays; where these are of one leaf, that leaf's owner rank ("home") makes it."""
 
     leaves: frozenset[int]
+    """The leaves of these arrays."""
     why: str
     """The equation that mixes their elements."""
 
@@ -76,24 +77,24 @@ Kind: TypeAlias = Same | Follows | Total | Whole
 
 
 def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
-    """What the constants of a program are."""
+    """Finds the kind of each constant of a program."""
     return {var: Same(_uniform(value)) for var, value in zip(closed.jaxpr.constvars, closed.consts)}
 
 
 def kind_of(found: Mapping[Var, Kind], atom: Any) -> Kind:
-    """What a variable or a literal is."""
+    """Finds the kind of a variable or a literal."""
     return Same(np.size(atom.val) == 1) if isinstance(atom, Literal) else found[atom]
 
 
 def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
-    """What an equation makes.
+    """Finds the kinds of an equation's results.
 
     Args:
-      eqn: the equation, none of `CALLS`, and without branches that could be looked into.
-      given: what each of its arguments is.
+      eqn: the equation; none of `CALLS`, and no conditional whose branches can be looked into.
+      given: the kind of each of its arguments.
 
     Returns:
-      One for each of its results.
+      A kind for each of its results.
     """
     total = _total(eqn, given)
     if total:
@@ -103,8 +104,9 @@ def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
 
 
 def either(kinds: Sequence[Kind]) -> Kind:
-    """What comes out of one of several branches."""
-    leaves, mixed = leaves_of(kinds), next((kind for kind in kinds if isinstance(kind, Whole)), None)
+    """Joins the kinds that one result has in several branches."""
+    leaves = leaves_of(kinds)
+    mixed = next((kind for kind in kinds if isinstance(kind, Whole)), None)
     if mixed:
         return Whole(leaves, mixed.why)
     uniform = all(kind.uniform for kind in kinds if isinstance(kind, Same))
@@ -114,14 +116,14 @@ def either(kinds: Sequence[Kind]) -> Kind:
 
 
 def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
-    """Which of its arguments an equation needs put together first.
+    """Finds the totals that the ranks must join before an equation can be applied.
 
     Args:
       eqn: the equation.
-      given: what each of its arguments is.
+      given: the kind of each of its arguments.
 
     Returns:
-      Their places.
+      The places of these totals among the arguments.
     """
     if _total(eqn, given):
         return []
@@ -129,18 +131,19 @@ def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
 
 
 def whole(kind: Kind) -> Kind:
-    """What something is once the ranks have put it together."""
+    """The kind of a value after the ranks have joined it."""
     return Same() if isinstance(kind, Total) else kind
 
 
 def leaves_of(given: Sequence[Kind]) -> frozenset[int]:
-    """The leaves whose arrays these are."""
+    """The leaves whose arrays these kinds are made of."""
     several = (kind.leaves for kind in given if isinstance(kind, Whole))
     return frozenset(kind.leaf for kind in given if isinstance(kind, Follows)).union(*several)
 
 
 def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
-    name, leaves = eqn.primitive.name, leaves_of(given)
+    name = eqn.primitive.name
+    leaves = leaves_of(given)
     mixed = next((kind for kind in given if isinstance(kind, Whole)), None)
     if mixed:
         return Whole(leaves, mixed.why)
@@ -150,8 +153,9 @@ def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
         return Same(prod(_shape(result)) == 1 or (uniform and spreads))
     if len(leaves) > 1 or not uniform:
         return Whole(leaves, f"{name} of several leaves" if len(leaves) > 1 else name)
-    first, out = _shape(eqn.invars[0]), _shape(result)
-    # An operand of another shape is repeated, which a part of it could not be.
+    first = _shape(eqn.invars[0])
+    out = _shape(result)
+    # An operand of another shape is broadcast; from a part of it alone that cannot be done.
     alike = all(_shape(atom) == out for atom, kind in zip(eqn.invars, given) if isinstance(kind, Follows))
     keeps = name in RESHAPES and not permutes(eqn)
     if keeps or (name == "broadcast_in_dim" and prod(out) == prod(first)) or (name in ELEMENTWISE and alike):
@@ -164,18 +168,21 @@ def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
 
 
 def _is_total(eqn: JaxprEqn) -> bool:
-    """Whether a reduction is over all elements, and the ranks' numbers can be put together."""
-    name, form, dims = eqn.primitive.name, eqn.invars[0], dims_of_reduction(eqn)
-    of_bools = jnp.issubdtype(_dtype(form), jnp.bool_)  # "and" and "or" of integers are of their bits
+    """Whether a reduction is over all elements, and the ranks can join their results."""
+    name = eqn.primitive.name
+    form = eqn.invars[0]
+    dims = dims_of_reduction(eqn)
+    of_bools = jnp.issubdtype(_dtype(form), jnp.bool_)  # "and" and "or" of integers work on their bits
     fits = name == "reduce_sum" or (name in {"reduce_and", "reduce_or"}) == of_bools
     return fits and all(size == 1 for dim, size in enumerate(_shape(form)) if dim not in dims)
 
 
 def _total(eqn: JaxprEqn, given: Sequence[Kind]) -> Total | None:
-    """Whether an equation can be applied to each rank's part of a number."""
-    # A sum that Python makes begins with 0.
+    """The kind of an equation's result, if each rank can apply it to its own summands; else None."""
+    # Python's `sum` begins with 0, which is no summand.
     given = [kind for kind, atom in zip(given, eqn.invars) if not (_zero(atom) and eqn.primitive.name in SUMS)]
-    name, totals = eqn.primitive.name, [kind for kind in given if isinstance(kind, Total)]
+    name = eqn.primitive.name
+    totals = [kind for kind in given if isinstance(kind, Total)]
     numbers = prod(_shape(eqn.outvars[0])) == 1 and all(isinstance(kind, Total | Same) for kind in given)
     if not totals or not numbers:
         return None

@@ -1,4 +1,4 @@
-"""A program as one list of equations: which of them are cheap, and which talk to other replicas."""
+"""Writes a program as one list of equations, and finds the cheap ones and those that talk to other replicas."""
 
 from collections.abc import Sequence, Set
 from typing import Any
@@ -18,7 +18,7 @@ from fddp.jax_internals import (
     new_variable,
 )
 
-# Equations that XLA repeats rather than store their result, when it fuses them into what reads it.
+# Equations that XLA fuses into those that read their result, and repeats there rather than store it.
 CHEAP = {
     *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
@@ -34,7 +34,7 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
       calls: names of the equations whose contents are written out: those of `CALLS`, or fewer.
 
     Returns:
-      An equal program without them. Loops, branches and, by default, rematerialised parts stay single equations.
+      An equal program without these. Loops, branches and, by default, rematerialised parts stay single equations.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
@@ -75,7 +75,7 @@ def cheap(eqn: JaxprEqn) -> bool:
       eqn: an equation.
 
     Returns:
-      Whether XLA fuses it into its neighbours, as good as free.
+      Whether XLA fuses it into its neighbours, where it costs next to nothing.
     """
     if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
         return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)

@@ -1,7 +1,7 @@
-"""Which parameters a loss truly used, found while it is computed.
+"""Finds the parameters that a loss truly used, while the loss is computed.
 
-Where a branch is chosen at run time, the set of leaves that a value came from is chosen with it: from there on it is a
-mask, an array. All else is known from the program (see `used`), and those equations run unchanged.
+Where a branch is chosen at run time, the set of leaves that a value came from is chosen with it. From there on the set
+is a mask, which is an array. All other sets are known from the program (see `used`), and their equations run unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ from fddp.jaxpr.used import NOTHING, Sets, Sources, can_have_gradient, flow_thro
 Loss = TypeVar("Loss")
 Aux = TypeVar("Aux")
 Masks = tuple[Bool[Array | np.ndarray, " n"], ...]
-"""The leaves that each number stands for."""
+"""The masks by their numbers: mask i marks the leaves that number i stands for."""
 Masked = tuple[list[Any], list[Array]]
-"""Values, and which leaves each came from."""
+"""Values, and a mask for each that marks the leaves it came from."""
 
 
 def tracked(
@@ -47,8 +47,9 @@ def tracked(
     """Makes a loss also tell which leaves it used.
 
     A leaf is used if a path leads from it to the loss, whatever the gradient along it: a product with zero is a path.
-    Integers, booleans and `stop_gradient` end a path. Of branches only the one taken counts (`vmap` takes all); in a
-    loop, what any round used. What has a derivative of its own also uses the inputs that its value ignores.
+    Integers, booleans and `stop_gradient` end a path. Of branches only the one taken counts (`vmap` takes all). A loop
+    used what any of its rounds used. A function with a derivative of its own also uses the inputs that its value
+    ignores.
 
     Args:
       f: `f(leaves) -> (loss, aux)`, with arrays in `aux`; traceable by `jit`.
@@ -75,7 +76,7 @@ def tracked(
 
 
 def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Masks) -> tuple[list[Any], Sets, Masks]:
-    """Runs a program; gives its outputs, their sets, and the masks that these name."""
+    """Runs a program; gives its outputs, their sets, and the masks whose numbers are in these sets."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = {**dict(zip(jaxpr.constvars, closed.consts)), **dict(zip(jaxpr.invars, args))}
     env: dict[Any, Sources] = dict(zip(jaxpr.invars, inputs))
@@ -84,14 +85,15 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        given, came_from = [value(atom) for atom in eqn.invars], sources_of(env, eqn.invars)
+        given = [value(atom) for atom in eqn.invars]
+        came_from = sources_of(env, eqn.invars)
         possible = flow_through(eqn, came_from, frozenset.union)
         certain = flow_through(eqn, came_from, frozenset.intersection)
         if possible == certain:
             made = _run(closed, eqn, given)
         else:
             made, rows = _with_masks(eqn, given, came_from, masks)
-            # What the run decides is a mask with a number of its own.
+            # A set that the run decides becomes a mask with a number of its own.
             named = (frozenset({len(masks) + k}) for k in range(len(rows)))
             possible = [a if a == b else name for a, b, name in zip(possible, certain, named)]
             masks = (*masks, *rows)
@@ -107,7 +109,7 @@ def _run(closed: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_masks(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Masked:
-    """Runs an equation that decides about use; gives its outputs and their masks."""
+    """Runs an equation that decides which leaves are used; gives its outputs and their masks."""
     name = eqn.primitive.name
     if name == "cond":
         return jax.lax.switch(args[0], [partial(_call, b, inputs[1:], masks) for b in branches(eqn)], *args[1:])
@@ -117,8 +119,8 @@ def _with_masks(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) 
     if name in REMATERIALISED:
         return rematerialised(inner, eqn)(*args)
     if name in OWN_DERIVATIVE:
-        # The rule knows nothing of masks, so they are found beside it. That repeats its forward part as far as the
-        # choice of a branch depends on it; the rest nobody reads, and XLA drops it.
+        # The derivative's rule knows nothing of masks, so a second run finds them. It repeats the forward part as far
+        # as the choice of a branch depends on it; nobody reads the rest, and XLA drops it.
         _, rows = inner(*(jax.lax.stop_gradient(x) for x in args))
         ignored = _mask(ignored_inputs(eqn, inputs), masks)
         return run_again(eqn, args), [row | ignored for row in rows]
@@ -141,7 +143,7 @@ def _scan(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Mas
         carry, rows, ever = state
         names, inside = _named(closed.jaxpr.outvars, rows, masks)
         values, rows = _call(closed, [*of_consts, *names, *of_xs], inside, *consts, *carry, *x)
-        # The outputs of all rounds are one array: it used what any round did.
+        # The outputs of all rounds are one array, which used what any round used.
         ever = [a | b for a, b in zip(ever, rows[count:])]
         return (values[:count], rows[:count], ever), values[count:]
 
@@ -165,18 +167,18 @@ def _while(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Ma
 
 
 def _named(carry: Sequence[Any], rows: list[Array], masks: Masks) -> tuple[Sets, Masks]:
-    """Names for the masks of a loop's carry, and all masks that its body knows."""
+    """Gives a number to each mask of a loop's carry, and lists all masks that its body knows."""
     names = [frozenset({len(masks) + k}) if can_have_gradient(carry[k]) else NOTHING for k in range(len(rows))]
     return names, (*masks, *rows)
 
 
 def _mask(sources: Sources, masks: Masks) -> Bool[Array, " n"]:
-    """A set as a mask."""
+    """Turns a set into a mask."""
     none = np.zeros(masks[0].shape if masks else 0, bool)
     return jnp.asarray(reduce(or_, (masks[i] for i in sorted(sources)), none))
 
 
 def _row(sources: Sources, masks: Masks) -> Bool[Array, " n"]:
-    """A set as a mask that each replica of a `shard_map` has for itself: branches and rounds must agree on that."""
+    """Turns a set into a mask of the varying type in a `shard_map`: branches and rounds must agree on its type."""
     nowhere = jnp.asarray(np.zeros_like(masks[0]))
     return _mask(sources, masks) | jax.lax.pcast(nowhere, jax.sharding.get_abstract_mesh().manual_axes, to="varying")

@@ -1,7 +1,8 @@
-"""A program run on parts of arrays: what follows them element by element is made from the parts, sums over all ranks.
+"""Runs a program of whole arrays on parts of them.
 
-The program is that of whole arrays, with the constants in it (the size that a mean divides by, say); where it works
-element by element it is applied to parts, which are flat and may be padded; what needs a leaf whole, at its home.
+The constants in the program are those of whole arrays (the size that a mean divides by, say). Each rank applies its
+elementwise equations to parts, which are flat and may be padded. Sums are made over all ranks. An equation that needs
+a leaf whole runs on one rank, the leaf's home.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from fddp.jaxpr.elements import ELEMENTWISE, Follows, Kind, Total, Whole, kind_o
 from fddp.jaxpr.equations import straighten
 from fddp.jaxpr.passes import OnParts, Visit, passes
 
-# What of a sum, a maximum or a minimum an element is that is not there.
+# The neutral element of each reduction, which takes the place of padding.
 NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
     "reduce_max": lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min,
@@ -29,28 +30,30 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 
 class AtHome(NamedTuple):
-    """What one leaf goes home for, as a function of whole arrays."""
+    """The work on one leaf at its home, as a function of whole arrays."""
 
     leaf: int
+    """Number of the leaf."""
     parts: Sequence[Array]
-    """This rank's parts of its arguments."""
+    """This rank's parts of the function's arguments."""
     shapes: Sequence[tuple[int, ...]]
-    """Those of the whole arguments."""
+    """Shapes of the whole arguments."""
     run: Callable[[Sequence[Array]], Sequence[Array]]
+    """The function: whole arguments → whole results."""
     forms: Sequence[jax.ShapeDtypeStruct]
-    """Those of the whole results."""
+    """Shapes and dtypes of the whole results."""
 
 
 class Ranks(NamedTuple):
-    """What a rank knows of its parts, and how it talks to the others."""
+    """The parts of a rank, and its collectives with the others."""
 
     there: Callable[[int], Bool[Array, " n"]]
-    """Size of an array → which elements of this rank's part are of the array, and no padding."""
+    """Size of an array → a mask of this rank's part, false where it is padding."""
     put_together: Callable[[str, Sequence[Array]], Sequence[Array]]
-    """(op, numbers of this rank) → of all ranks; op is "sum", "max" or "min"."""
+    """(op, this rank's numbers) → the numbers of all ranks, joined; op is "sum", "max" or "min"."""
     at_home: Callable[[Sequence[AtHome]], Sequence[Sequence[Array]]]
-    """Calls each of these functions on one rank, the same one for a leaf each time → this rank's parts of what each of
-    them has made, filled up with zeros."""
+    """Calls each of these functions on one rank, a leaf's always on the same one → this rank's parts of the results of
+    each, padded with zeros."""
 
 
 def on_parts(closed: ClosedJaxpr, inputs: Sequence[Kind], ranks: Ranks) -> Callable[..., list[Any]]:
@@ -58,11 +61,11 @@ def on_parts(closed: ClosedJaxpr, inputs: Sequence[Kind], ranks: Ranks) -> Calla
 
     Args:
       closed: a program of whole arrays.
-      inputs: what each of its arguments is, none of them `Whole` or `Total`.
-      ranks: how a rank talks to the others, which it does as rarely as the program allows.
+      inputs: the kind of each of its arguments, none of them `Whole` or `Total`.
+      ranks: the collectives of a rank; they are called as rarely as the program allows.
 
     Returns:
-      A function of the arguments, flat parts for those that follow a leaf; it returns the results, flat parts likewise.
+      A function of the arguments that returns the results; arguments and results that follow a leaf are flat parts.
 
     Raises:
       ValueError: a result needs whole arrays of several leaves; raised where the function is called.
@@ -113,7 +116,8 @@ def _at_home(visit: Visit, values: Mapping[Var, Any]) -> AtHome:
             here.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made]))
         return [here[var] for var in visit.brings]
 
-    parts, shapes = [values[var] for var in visit.takes], [_form(var).shape for var in visit.takes]
+    parts = [values[var] for var in visit.takes]
+    shapes = [_form(var).shape for var in visit.takes]
     return AtHome(visit.leaf, parts, shapes, run, [_form(var) for var in visit.brings])
 
 
@@ -122,13 +126,13 @@ def _form(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def _number_or_part(var: Any, part: Array) -> Array:
-    """The part of a number is this rank's summand."""
+    """Gives what came back from home its form: a part stays flat, a number is this rank's summand."""
     shape = var.aval.shape
     return part.reshape(shape) if prod(shape) == 1 else part
 
 
 def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[Any]:
-    """What one equation makes of parts."""
+    """Applies one equation to parts."""
     eqn, given, results = step
     name = eqn.primitive.name
     parts = [x for kind, x in zip(given, arguments) if isinstance(kind, Follows)]
@@ -145,7 +149,7 @@ def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[An
         full = [jnp.where(there, spread(x, part.shape), neutral) for x in arguments]
         made = run_again(eqn if name == "dot_general" else of_a_vector(eqn), full)
         return [made.reshape(_form(eqn.outvars[0]).shape)]
-    if name not in ELEMENTWISE:  # the same elements in another shape
+    if name not in ELEMENTWISE:  # it only changes the shape
         return [part]
     flat = [spread(x, part.shape) for x in arguments]
     return [run_again(eqn, flat)]
@@ -159,7 +163,7 @@ def _branch(
     *arguments: Any,
 ) -> list[Any]:
     made = zip(results, _run(straighten(branch, CALLS), given, arguments, ranks), branch.jaxpr.outvars)
-    # What is equal everywhere in one branch may be a part in another.
+    # A result that is equal everywhere in one branch may be a part in another.
     return [
         spread(x, ranks.there(prod(_form(var).shape)).shape) if isinstance(kind, Follows) else x
         for kind, x, var in made
@@ -167,7 +171,7 @@ def _branch(
 
 
 def spread(x: Any, shape: tuple[int, ...]) -> Array:
-    """A number, or an array of equal ones, in the size of a part, which stays as it is."""
+    """Repeats a number, or one of an array's equal numbers, to the size of a part; a part stays as it is."""
     if jnp.shape(x) == shape:
         return x
     return jnp.broadcast_to(jnp.ravel(x)[0], shape) if jnp.size(x) else jnp.zeros(shape, jnp.result_type(x))

@@ -1,7 +1,7 @@
-"""The order in which gradients become ready and parameters are used: the place of each in the program.
+"""The order in which gradients become ready and parameters are used, read off the program.
 
-`jax.make_jaxpr(jax.value_and_grad(loss))` is a straight program, known before it runs. The place of a gradient in it is
-the moment it becomes ready: what DDP learns from hooks in the first iteration is read off here.
+`jax.make_jaxpr(jax.value_and_grad(loss))` is a straight program, known before it runs. A gradient's place in it is the
+moment at which it becomes ready. DDP learns this order from hooks in the first iteration; here the program tells it.
 
 Source: Li et al. (VLDB 2020), section 3.2.3; `Reducer::rebuild_buckets` in PyTorch's `reducer.cpp`.
 """
@@ -47,17 +47,17 @@ def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[in
 
 
 def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
-    """Orders the first outputs of a program by the place of the last equation that costs something to make them.
+    """Orders the first outputs of a program by the place of the last costly equation that makes them.
 
-    JAX puts the cast that brings a gradient back to its parameter's dtype where the parameter's own cast was reversed:
-    often at the very end. It delays nothing: the gradient is ready when what is cast is.
+    JAX casts a gradient back to its parameter's dtype where it reverses the parameter's own cast, often at the very
+    end. The cast delays nothing: the gradient is ready when the value that is cast is ready.
 
     Args:
       closed: the program.
-      count: how many of its outputs to order.
+      count: number of outputs to order.
 
     Returns:
-      Their numbers; what one equation makes (a `scan` over layers delivers all at once) in reverse, as DDP guesses.
+      Their numbers. Outputs of one equation (a `scan` over layers gives all at once) are in reverse order, DDP's guess.
     """
     jaxpr = straighten(closed).jaxpr
     places: dict[Var, int] = {}
@@ -73,15 +73,15 @@ def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
 
 
 def first_uses(closed: ClosedJaxpr) -> list[int]:
-    """Finds where each input of a program is read first by an equation that costs something.
+    """Finds the first costly equation that reads each input of a program.
 
-    A cast of all parameters at the beginning needs none of them: what reads the cast ones does.
+    A cast of all parameters at the beginning is not a use: the equations that read the cast parameters are.
 
     Args:
       closed: the program.
 
     Returns:
-      For each input the number of that equation, or of all equations where there is none.
+      For each input the number of that equation, or the count of all equations where there is none.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,10 +1,11 @@
-"""A program on parts of arrays in passes: what each rank makes of its parts, then a word with the others, and again.
+"""Cuts a program on parts of arrays into passes: each rank works on its parts, then a collective follows, and so on.
 
-An optimizer's update is such a program. Adam's is one pass without a word. A clip by the global norm puts one number
-together. Muon mixes the elements of a matrix: that leaf goes home, to one rank, which does what needs the leaf whole,
-and what it has made comes back in parts. What needs whole arrays of several leaves at once is in no pass.
+An optimizer's update is such a program. Adam's is one pass without a collective. A clip by the global norm joins one
+number. Muon mixes the elements of a matrix: that leaf is gathered on one rank, its home, which applies the equations
+that need the leaf whole, and their results are scattered again. An equation that needs whole arrays of several leaves
+at once is in no pass.
 
-Source: ZeRO (Rajbhandari et al., SC 2020), which takes it that all goes element by element; Liu et al., "Muon is
+Source: ZeRO (Rajbhandari et al., SC 2020), which takes it that all equations are elementwise; Liu et al., "Muon is
 Scalable for LLM Training" (2025), which gathers each matrix.
 """
 
@@ -32,56 +33,60 @@ from fddp.jaxpr.equations import straighten
 
 
 class OnParts(NamedTuple):
-    """An equation that each rank applies to its parts, and to what is equal everywhere."""
+    """An equation that each rank applies to its parts, and to values that are equal everywhere."""
 
     eqn: JaxprEqn
     given: Sequence[Kind]
+    """Kinds of its arguments."""
     makes: Sequence[Kind]
+    """Kinds of its results."""
 
 
 class Visit(NamedTuple):
-    """What one leaf goes home for."""
+    """Equations that one leaf's home applies, together, to whole arrays of that leaf."""
 
     leaf: int
     eqns: Sequence[JaxprEqn]
     takes: Sequence[Var]
-    """The arrays that go there, out of their parts."""
+    """The arrays that are gathered there from their parts."""
     brings: Sequence[Var]
-    """What is made there and used elsewhere: it comes back in parts, a number as a sum with one summand."""
+    """Results that are used elsewhere: they come back in parts, a number as a sum with one summand."""
 
 
 class Pass(NamedTuple):
-    """What is done in one go: on parts, and then one of the other two, or nothing where all is done."""
+    """Equations on parts, and then one kind of collective, totals or visits; none where all is done."""
 
     parts: Sequence[OnParts]
     numbers: Mapping[str, Sequence[Var]]
-    """Op → what is put together of all ranks."""
+    """Op → the totals that all ranks join."""
     visits: Sequence[Visit]
 
 
 class Stay(NamedTuple):
-    """What a leaf does at home in all of a program."""
+    """All work of a program on one leaf at its home."""
 
     operations: int
+    """Number of operations, roughly."""
     why: str
-    """The first equation that needs it whole."""
+    """The first equation that needs the leaf whole."""
 
 
 def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], dict[Var, Kind]]:
-    """Puts the equations of a program in order.
+    """Puts the equations of a program into passes.
 
     Args:
-      program: of whole arrays, without equations that are `CALLS`.
-      inputs: what each of its arguments is: `Follows(leaf)` or `Same`.
+      program: a program of whole arrays, without equations that are `CALLS`.
+      inputs: the kind of each of its arguments: `Follows(leaf)` or `Same`.
 
     Returns:
-      The passes; and what each variable is when all are done. What is `Whole` then needs arrays of several leaves, and
-      is in none of them.
+      The passes, and the kind of each variable after all of them. A variable that is then `Whole` needs arrays of
+      several leaves, and no pass makes it.
     """
     found = dict(zip(program.jaxpr.invars, inputs)) | constants(program)
-    left, done = list(program.jaxpr.eqns), list[Pass]()
+    left = list(program.jaxpr.eqns)
+    done = list[Pass]()
     while left:
-        # All that can be made without another word, so that numbers travel together, and leaves.
+        # A pass takes all equations that need no further collective, so that totals travel together, and leaves too.
         parts, left, wanted = _on_parts(left, found)
         numbers = _by_op(wanted, found)
         visits, left = ([], left) if numbers else _visits(left, found, program.jaxpr.outvars)
@@ -95,14 +100,14 @@ def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], di
 
 
 def kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
-    """What each result of a program is.
+    """Finds the kinds of a program's results.
 
     Args:
       closed: any program.
-      inputs: what each of its arguments is: `Follows(leaf)` or `Same`.
+      inputs: the kind of each of its arguments: `Follows(leaf)` or `Same`.
 
     Returns:
-      One for each result; `Whole`, where it cannot be made.
+      A kind for each result; `Whole` where no pass makes it.
     """
     program = straighten(closed, CALLS)
     _, found = passes(program, inputs)
@@ -110,14 +115,14 @@ def kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
 
 
 def stays(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> dict[int, Stay]:
-    """The leaves that a program needs whole.
+    """Finds the leaves that a program needs whole.
 
     Args:
       closed: any program.
-      inputs: what each of its arguments is.
+      inputs: the kind of each of its arguments.
 
     Returns:
-      What each of them does at home.
+      The work on each of them at its home.
     """
     found: dict[int, Stay] = {}
     for leaf, stay in _each_stay(straighten(closed, CALLS), inputs):
@@ -137,7 +142,7 @@ def _each_stay(program: ClosedJaxpr, inputs: Sequence[Kind]) -> Iterator[tuple[i
 
 
 def _made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
-    """What an equation makes, of branches too."""
+    """Finds the kinds of an equation's results, also of a conditional."""
     given = list(given)
     if eqn.primitive.name == "cond" and isinstance(given[0], Same):
         each = [kinds(branch, [whole(kind) for kind in given[1:]]) for branch in branches(eqn)]
@@ -148,8 +153,10 @@ def _made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
 def _on_parts(
     eqns: Iterable[JaxprEqn], found: dict[Var, Kind]
 ) -> tuple[list[OnParts], list[JaxprEqn], dict[Any, None]]:
-    """What can be made of parts now, what is left, and the numbers that it waits for."""
-    parts, left, wanted = list[OnParts](), list[JaxprEqn](), dict[Any, None]()
+    """Takes the equations that can be applied to parts now; gives them, those left, and the totals these wait for."""
+    parts = list[OnParts]()
+    left = list[JaxprEqn]()
+    wanted = dict[Any, None]()
     for eqn in eqns:
         if all(var in found for var in _read([eqn])):
             given = [kind_of(found, atom) for atom in eqn.invars]
@@ -176,9 +183,10 @@ def _by_op(wanted: Iterable[Var], found: Mapping[Var, Kind]) -> dict[str, list[V
 def _visits(
     eqns: Sequence[JaxprEqn], found: dict[Var, Kind], results: Iterable[Any]
 ) -> tuple[list[Visit], list[JaxprEqn]]:
-    """What can be made at the leaves' homes now, and what is left."""
+    """Takes the equations that the leaves' homes can apply now; gives their visits, and the equations left."""
     at: dict[Var, int] = {}
-    home, left = dict[int, list[JaxprEqn]](), list[JaxprEqn]()
+    home = dict[int, list[JaxprEqn]]()
+    left = list[JaxprEqn]()
     for eqn in eqns:
         leaf = _home(eqn, found, at)
         if leaf is None:
@@ -202,17 +210,18 @@ def _visits(
 
 
 def _home(eqn: JaxprEqn, found: Mapping[Var, Kind], at: Mapping[Var, int]) -> int | None:
-    """The leaf at whose home an equation can be applied; None: it cannot be now, or need not be."""
+    """Finds the leaf whose home can apply an equation now; None: no home can, or none needs to."""
     read = _read([eqn])
     if not all(var in found or var in at for var in read):
         return None
-    there, elsewhere = {at[var] for var in read if var in at}, [found[var] for var in read if var not in at]
+    there = {at[var] for var in read if var in at}
+    elsewhere = [found[var] for var in read if var not in at]
     leaves = leaves_of(elsewhere) | there
     if len(leaves) != 1 or any(isinstance(kind, Total) for kind in elsewhere):
         return None
     (leaf,) = leaves
     if there and leaves_of(elsewhere):
-        # What meets parts of its leaf goes on in parts, if it can.
+        # An equation that also reads parts of the leaf is applied to parts, if it can be.
         known = {var: whole(_back(var, leaf)) if var in at else found[var] for var in read}
         makes = _made(eqn, [kind_of(known, atom) for atom in eqn.invars])
         return leaf if any(isinstance(kind, Whole) for kind in makes) else None
@@ -220,7 +229,7 @@ def _home(eqn: JaxprEqn, found: Mapping[Var, Kind], at: Mapping[Var, int]) -> in
 
 
 def _back(var: Any, leaf: int) -> Kind:
-    """What an array that was made at home is when it has come back."""
+    """The kind of an array that was made at home, after it has come back."""
     return Total("sum") if prod(var.aval.shape) == 1 else Follows(leaf)
 
 

@@ -1,7 +1,7 @@
-"""How many rows of what a program makes can be other than zero: of an embedding's gradient, one for each lookup.
+"""Counts the rows of a program's results that can be other than zero: an embedding's gradient has one for each lookup.
 
-Every value carries a number of rows, along its first dim. Zeros have none, a scatter into them has one for each place,
-a sum has those of both.
+Every value carries a count of rows, along its first dim. Zeros have none, a scatter into them has one row for each
+index, and a sum has the rows of both.
 
 Source: Kim et al., "Parallax" (EuroSys 2019), which tells sparse variables from dense ones by their gradients' type.
 """
@@ -24,24 +24,26 @@ from fddp.jax_internals import (
     scattered_rows,
 )
 
-# What has a row where its first input has one, where one of its inputs has one, and where all of them have one.
+# The result has a row where the first input has one.
 OF_FIRST = {"neg", "convert_element_type", "copy", "div", "real", "reduce_precision", "pad"}
+# The result has a row where any input has one.
 OF_ANY = {"add", "add_any", "sub", "dynamic_update_slice"}
+# The result has a row where all inputs have one.
 OF_ALL = {"mul"}
-EVERY = sys.maxsize  # a scalar, which stands for a row of each number
+EVERY = sys.maxsize  # the count of a scalar that can be other than zero: broadcast, it fills all rows
 Counts = list[int]
 
 
 def touched_rows(closed: ClosedJaxpr) -> Counts:
     """Counts the rows of a program's outputs that can be other than zero, as far as the program tells.
 
-    A loop is taken to touch as many in each round as in its first, and no number to be infinite.
+    It assumes that a loop touches as many rows in each round as in its first, and that no number is infinite.
 
     Args:
       closed: the program.
 
     Returns:
-      For each output a number, at most that of its rows.
+      For each output a count, at most that of all its rows.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,7 +55,7 @@ def touched_rows(closed: ClosedJaxpr) -> Counts:
 
 
 def _flow(jaxpr: Jaxpr, inputs: Counts) -> Counts:
-    """The counts of a program's outputs, from those of its inputs."""
+    """Finds the counts of a program's outputs from those of its inputs."""
     counts: dict[Any, int] = dict(zip(jaxpr.invars, inputs))
 
     def of(atom: Any) -> int:
@@ -68,7 +70,7 @@ def _flow(jaxpr: Jaxpr, inputs: Counts) -> Counts:
 
 
 def _through(eqn: JaxprEqn, inputs: Counts) -> Counts:
-    """The counts of one equation's outputs."""
+    """Finds the counts of one equation's outputs."""
     name = eqn.primitive.name
     if name in OF_FIRST:
         return inputs[:1]
@@ -97,12 +99,12 @@ def _through_scan(eqn: JaxprEqn, inputs: Counts) -> Counts:
     rows = closed.jaxpr.invars[len(consts) + len(carry) :]
     slices = [0 if count == 0 else _rows(var) for count, var in zip(xs, rows)]
     after = _flow(closed.jaxpr, [*consts, *carry, *slices])
-    # What a round takes away comes back in none.
+    # A count that shrinks in the first round is taken not to grow again.
     carried = [now if now <= was else was + options["length"] * (now - was) for was, now in zip(carry, after)]
     return [*carried, *(0 if count == 0 else EVERY for count in after[len(carry) :])]
 
 
 def _rows(atom: Any) -> int:
-    """All rows of a value."""
+    """The number of all rows of a value."""
     shape = getattr(atom.aval, "shape", ())
     return shape[0] if shape else EVERY

@@ -1,4 +1,4 @@
-"""A program cut where its results become ready, so that each can leave while the rest still runs.
+"""Cuts a program into stages where its results become ready, so that each can be sent while the rest still runs.
 
 Source: `DDPOptimizer` in TorchDynamo, which splits a compiled graph at bucket boundaries.
 """
@@ -17,7 +17,7 @@ PRODUCTS = {"dot_general", "conv_general_dilated"}
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a program that can run once what it reads is there."""
+    """A part of a program that can run as soon as the values that it reads are there."""
 
     run: Callable[..., list[Any]]
     """`run(*values read)` → [*values written, *results]."""
@@ -28,22 +28,22 @@ class Stage:
     frees: tuple[int, ...]
     """Numbers of the values that no later stage reads."""
     results: int
-    """How many of the program's outputs it makes."""
+    """Number of the program's outputs that it makes."""
 
 
 def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | None = None) -> tuple[Stage, ...]:
     """Cuts a program into stages, one for each group of its outputs, and more where its inputs come late.
 
-    A group's stage holds the equations that the group needs and no earlier stage has, in their order: nothing early
-    that only a later group needs, and nothing twice but what XLA itself repeats inside a program, where that saves
-    memory: a mask or a shifted copy is made anew from the value it came from, if that value is at hand or no larger.
-    Where a group needs inputs that come one after the other, what can be made of those that are there is a stage of its
-    own: none waits for an input that it does not need.
+    A group's stage holds, in their order, the equations that the group needs and no earlier stage has. So no stage
+    computes early what only a later group needs. No equation runs twice, but for cheap ones that XLA itself would
+    repeat inside a program, where that saves memory: a mask or a shifted copy is made anew from the value it came from,
+    if that value is at hand or no larger. Where a group needs inputs that come one after the other, the equations whose
+    inputs are there make a stage of their own: no stage waits for an input that it does not need.
 
     Args:
       closed: the program.
-      groups: how many outputs each group has, in the order in which they are to be ready.
-      comes: numbers of inputs, and when each comes; the others are there from 0.
+      groups: number of outputs of each group, in the order in which the groups are to be ready.
+      comes: number of an input → when it comes; the others are there from 0.
 
     Returns:
       The stages; their results, one stage after the other, are the outputs of one group after the other.
@@ -71,7 +71,7 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
     pairs = [_remade(jaxpr, home, result, maker) for home, result in zip(homes, results)]
     consts = dict(zip(jaxpr.constvars, program.consts))
     needs = [[v for v in need if v not in consts] for _, need in pairs]
-    # What a stage hands on: values of its own that a later one reads.
+    # A stage hands on the values of its own that a later stage reads.
     gives = [
         _ordered(v for need in needs[k + 1 :] for v in need if maker.get(v) in home) for k, home in enumerate(homes)
     ]
@@ -95,11 +95,11 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
 
 
 def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
-    """Finds which outputs of a program can be made when: its inputs come one after the other.
+    """Finds when each output of a program can be made, if its inputs come one after the other.
 
     Args:
       closed: the program.
-      inputs: numbers of inputs, and when each comes; the others are there from 0.
+      inputs: number of an input → when it comes; the others are there from 0.
 
     Returns:
       For each output, when the last input that it needs comes.
@@ -135,13 +135,13 @@ def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
         [var for k, var in enumerate(jaxpr.outvars) if (k in outputs) == inside] for inside in (False, True)
     )
     maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    # What only acts is at home in the last group.
+    # `_homes` gives equations that only act (a print) to the last group, which is empty here.
     _, alone, _ = _homes(jaxpr, [others, these, []], maker)
     return any(jaxpr.eqns[at].primitive.name in PRODUCTS or inner_programs(jaxpr.eqns[at]) for at in alone)
 
 
 def _when(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> dict[Var, int]:
-    """When the last input comes that each value needs; those that need none are left out."""
+    """Maps each value to the time when its last input comes; values that wait for none are left out."""
     when = {jaxpr.invars[number]: comes for number, comes in inputs.items()}
     for eqn in jaxpr.eqns:
         if last := _latest(eqn.invars, when):
@@ -156,8 +156,10 @@ def _latest(atoms: Iterable[Any], when: Mapping[Var, int]) -> int:
 def _by_arrival(
     jaxpr: Jaxpr, homes: Sequence[set[int]], results: Sequence[Sequence[Any]], when: Mapping[Var, int]
 ) -> tuple[list[set[int]], list[Sequence[Any]]]:
-    """Parts each group's equations by the inputs that they wait for; the last of them have its results."""
-    parts, made, latest = list[set[int]](), list[Sequence[Any]](), 0
+    """Splits each group's equations by the inputs that they wait for; the last of these stages has all its results."""
+    parts = list[set[int]]()
+    made = list[Sequence[Any]]()
+    latest = 0
     for home, result in zip(homes, results):
         waits = {at: max(latest, _latest(jaxpr.eqns[at].invars, when)) for at in home}
         latest = max([latest, _latest(result, when), *waits.values()])
@@ -189,14 +191,14 @@ def _homes(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, i
 def _remade(
     jaxpr: Jaxpr, home: set[int], result: Sequence[Any], maker: Mapping[Var, int]
 ) -> tuple[list[int], list[Var]]:
-    """A stage's equations, with those of cheap values that it makes anew; and the values that it still has to read."""
+    """Adds to a stage the equations of cheap values that it makes anew; gives all, and the values that it must read."""
     part = set(home)
     atoms = [*(atom for at in sorted(home) for atom in jaxpr.eqns[at].invars), *result]
     wanted = {v: None for v in _variables(atoms) if maker.get(v) not in home}
     at_hand = {*jaxpr.constvars, *jaxpr.invars}
     need: list[Var] = []
     while wanted:
-        # The last made first: what it is made of was made before.
+        # The value that was made last comes first: the values it is made of were made before it.
         var = max(wanted, key=lambda v: maker.get(v, -1))
         del wanted[var]
         eqn = jaxpr.eqns[maker[var]] if var in maker else None

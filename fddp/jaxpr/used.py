@@ -1,4 +1,4 @@
-"""Which parameters a loss may use, or uses for sure: read off its program.
+"""Finds the parameters that a loss may use, or uses for sure, in its program.
 
 Every value carries the set of leaves it came from; an equation hands on the union of its inputs' sets.
 
@@ -28,9 +28,9 @@ from fddp.jax_internals import (
 from fddp.jaxpr.leaves import differentiable
 
 Sources = frozenset[int]
-"""Where a value came from: numbers of masks. The first n are those of the leaves, each of itself."""
+"""The leaves that a value came from, as numbers of masks. Mask i marks leaf i alone; later masks mark several."""
 Choose = Callable[..., Sources]
-"""What counts where the program does not decide: `frozenset.union` (may use) or `.intersection` (uses for sure)."""
+"""Joins the sets of branches, of which a run takes one: `frozenset.union` (may use), `.intersection` (uses surely)."""
 NOTHING: Sources = frozenset()
 Sets = list[Sources]
 
@@ -55,13 +55,13 @@ def statically_used(f: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) ->
 
 
 def origins(leaves: Sequence[Any]) -> Sets:
-    """Each leaf comes from itself, if it can have a gradient."""
+    """Gives each leaf the set of itself alone, if it can have a gradient; else the empty set."""
     inexact = set(differentiable(leaves))
     return [frozenset({i} & inexact) for i in range(len(leaves))]
 
 
 def _flow(jaxpr: Jaxpr, inputs: Sets, choose: Choose) -> Sets:
-    """The sets of a program's outputs, from those of its inputs."""
+    """Finds the sets of a program's outputs from those of its inputs."""
     env: dict[Any, Sources] = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, flow_through(eqn, sources_of(env, eqn.invars), choose)))
@@ -74,12 +74,12 @@ def sources_of(env: dict[Any, Sources], atoms: Sequence[Any]) -> Sets:
 
 
 def flow_through(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
-    """The sets of one equation's outputs."""
+    """Finds the sets of one equation's outputs."""
     name = eqn.primitive.name
     if name == "stop_gradient":
         outputs = [NOTHING]
     elif name == "cond":
-        # Branches for platforms, not for data, are XLA's to choose: all count.
+        # Branches for platforms, not for data, are chosen by XLA: all count.
         choose = frozenset.union if is_for_platforms(eqn) else choose
         outputs = [choose(*same) for same in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn)))]
     elif name == "scan":
@@ -100,7 +100,8 @@ def flow_through(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
 def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
     consts, carry, xs = loop_parts(eqn, inputs)
     closed, options = scan_body(eqn)
-    count, length = len(carry), options["length"]
+    count = len(carry)
+    length = options["length"]
 
     def body(carry: Sets) -> Sets:
         return _flow(closed.jaxpr, [*consts, *carry, *xs], choose)
@@ -113,7 +114,7 @@ def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
 
 
 def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]:
-    """The sets of a loop's carry before each round, until they repeat; and the round that they go back to."""
+    """Finds the sets of a loop's carry before each round, until they repeat; and the round that they go back to."""
     rounds = [carry]
     while (after := body(rounds[-1])) not in rounds:
         rounds.append(after)
@@ -121,7 +122,7 @@ def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]
 
 
 def ignored_inputs(eqn: JaxprEqn, inputs: Sets) -> Sources:
-    """What an equation is given but no output comes from."""
+    """The leaves that an equation's inputs come from and none of its outputs does."""
     return NOTHING.union(*inputs).difference(*_flow(called_program(eqn).jaxpr, inputs, frozenset.union))
 
 
