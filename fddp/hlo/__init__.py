@@ -1,6 +1,7 @@
-"""A compiled program as text: its instructions, what they cost, and the collectives among them.
+"""Reads a compiled program's text: its instructions, their cost, and the collectives among them.
 
-A step compares what the programs of all ranks send; an audit holds them against the plan. This room imports no other.
+A step compares the collectives of all ranks' programs; an audit compares them with the plan.
+This room imports no other.
 """
 
 from fddp.hlo.collectives import Collective as Collective

@@ -1,7 +1,7 @@
-"""The collectives of a scheduled program, and what is computed while each is on its way.
+"""The collectives of a scheduled program, and the computation that each overlaps with.
 
-On a GPU an all-reduce is two instructions, start and done; what stands between them runs beside it. A collective that
-is one instruction, or that XLA has marked as synchronous, holds the program up.
+On a GPU an all-reduce is two instructions, start and done; the instructions between them run beside it. A collective
+that is one instruction, or that XLA has marked as synchronous, holds the program up.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,19 @@ class Collective:
     kind: str
     """"all-reduce", say."""
     arrays: tuple[Array, ...]
-    """What it sends; several where XLA has merged several collectives."""
+    """The arrays that it sends; several where XLA has merged several collectives."""
     groups: str
-    """The devices that take part with each other, as XLA writes them."""
+    """The groups of devices that talk among themselves, as XLA writes them."""
     op_name: str
+    """The path of Python functions and named scopes it came from, as JAX writes it; may be empty."""
     start: int
+    """The place where it starts."""
     done: int
-    """The same place where it is synchronous."""
+    """The place where it is waited for; the place where it starts if it is synchronous."""
     loops: int
-    """How many loops stand around it,"""
+    """Number of loops around it."""
     branches: int
-    """and how many conditionals."""
+    """Number of conditionals around it."""
     heavy: int
     """Matrix products and convolutions that are scheduled between start and done."""
     flops: int
@@ -47,7 +49,7 @@ class Collective:
 
     @property
     def devices(self) -> Devices:
-        """The same as numbers: places in the order of the mesh; empty: all take part with each other."""
+        """The groups of devices as numbers: places in the order of the mesh; empty: all devices are one group."""
         return device_groups(self.groups)
 
     @property
@@ -63,10 +65,10 @@ def find_collectives(module: Module) -> tuple[Collective, ...]:
     """Finds a program's collectives.
 
     Args:
-      module: the program; in its order, if it is scheduled.
+      module: the program; if it is not scheduled, places are those of its text.
 
     Returns:
-      Its collectives in the order in which they start, those inside of loops and branches last.
+      Its collectives in the order in which they start, those inside loops and branches last.
     """
     return tuple(collective for schedule in module.schedules() for collective in _of_schedule(module, schedule))
 
@@ -101,7 +103,7 @@ def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
 
 
 def _sender(module: Module, line: Instruction) -> Instruction | None:
-    """The collective that an instruction starts: itself, or what a general `async-start` wraps."""
+    """The collective that an instruction starts: the instruction itself, or the one that an `async-start` wraps."""
     if line.opcode == "async-start":
         inner = (part for name in line.calls for part in module.computations[name].values())
         return next((part for part in inner if _is_collective(part)), None)

@@ -1,4 +1,4 @@
-"""What instructions take: multiplications of matrix products and convolutions, and bytes of memory.
+"""The cost of instructions: operations of matrix products and convolutions, and bytes of memory traffic.
 
 Source: `HloCostAnalysis` and the custom calls of `gpu/cublas_cudnn.h` in XLA.
 """
@@ -23,16 +23,16 @@ class Work:
 
 
 def work(module: Module, instruction: Instruction, computation: Computation) -> tuple[Work, ...]:
-    """The matrix products and convolutions of an instruction, those in its fusion or loop included.
+    """Finds the matrix products and convolutions of an instruction, those in its fusion or loop included.
 
     Args:
       module: the program.
       instruction: the instruction.
-      computation: where it stands.
+      computation: the computation that it stands in.
 
     Returns:
-      One `Work` for each of them; of a loop one for each with the operations of all its rounds; of a conditional
-      those of its most laborious branch. A library call of which nothing else is known has 0 operations.
+      One `Work` for each of them. Those in a loop have the operations of all its rounds. A conditional counts as its
+      costliest branch. A library call of which nothing else is known has 0 operations.
     """
     own = _own_work(instruction, computation)
     if own is not None:
@@ -49,15 +49,15 @@ def work(module: Module, instruction: Instruction, computation: Computation) -> 
 
 
 def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
-    """Bytes that an instruction reads and writes, of a large array only the slices that it takes.
+    """Counts the bytes that an instruction reads and writes; an array that a fusion only slices counts by its slices.
 
     Args:
       module: the program.
       instruction: the instruction.
-      computation: where it stands.
+      computation: the computation that it stands in.
 
     Returns:
-      Bytes; 0 for instructions that move nothing. Of a loop the bytes of all its rounds.
+      Bytes; 0 for instructions that move nothing. A loop counts the bytes of all its rounds.
     """
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0
@@ -72,7 +72,7 @@ def traffic(module: Module, instruction: Instruction, computation: Computation) 
 
 
 def _read(body: Computation) -> int:
-    """Bytes that a fusion reads: whole parameters, or of those that are only sliced the slices."""
+    """Counts the bytes that a fusion reads: whole parameters, and the slices of those that are only sliced."""
     readers: dict[str, list[Instruction]] = {}
     for instruction in body.values():
         for name in instruction.operands:
@@ -97,7 +97,7 @@ def _read(body: Computation) -> int:
 
 
 def _own_work(instruction: Instruction, computation: Computation) -> Work | None:
-    """The work of a single product or convolution; None for what is neither."""
+    """The work of a single product or convolution; None for any other instruction."""
     if instruction.opcode == "dot":
         return _product(instruction, computation, r"lhs_contracting_dims=\{([\d,]*)\}")
     if instruction.opcode == "convolution":
@@ -120,21 +120,23 @@ def _product(instruction: Instruction, computation: Computation, contracting: st
 
 
 def _convolution(instruction: Instruction, computation: Computation, kind: str) -> Work:
-    """2 × (what comes out) × (what of the kernel adds to one number of it).
+    """The work of a convolution: 2 × (numbers of the output) × (numbers of the kernel that add to one of them).
 
-    cuDNN's backward passes are written with the forward pass's labels, and cost what it costs.
+    cuDNN's backward passes are written with the forward pass's labels, and cost as much as it.
     """
     first, second = (computation[name].result[0] for name in instruction.operands[:2])
     result = instruction.result[0]
-    out, kernel = result, second
+    out = result
+    kernel = second
     if kind.startswith("convBackwardInput"):
         out = first
     elif kind.startswith("convBackwardFilter"):
-        out, kernel = second, result
+        out = second
+        kernel = result
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
     flops = 2 * out.size * kernel.size // max(features, 1)
-    # A dilated input, the backward pass of a stride, is mostly zeros; grouped batches meet their own kernels only.
+    # A dilated input (the backward pass of a stride) is mostly zeros; a group of a batch meets its own kernels only.
     dilated = re.search(r"lhs_dilate=([\dx]+)", instruction.attributes)
     groups = re.search(r"batch_group_count=(\d+)", instruction.attributes)
     for factor in re.findall(r"\d+", (dilated[1] if dilated else "") + " " + (groups[1] if groups else "")):

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective with each other, read from the three ways in which XLA writes it.
+"""Reads the groups of devices of a collective, which XLA writes in three ways.
 
 Source: `replica_group.cc` and `tile_assignment.cc` in XLA.
 """
@@ -16,14 +16,15 @@ def device_groups(text: str) -> Devices:
     """Reads the groups of a collective.
 
     Args:
-      text: "{{0,2},{1,3}}", so also the pairs of a permutation; "[2,2]<=[2,2]T(1,0)": numbers from 0, in a shape,
-        transposed, and dealt out; "mesh['a'=2,'b'=2] {'a'}": along axes of a mesh.
+      text: the groups as XLA writes them. "{{0,2},{1,3}}" lists them, as it lists the pairs of a permutation;
+        "[2,2]<=[2,2]T(1,0)" means numbers from 0, in a shape, transposed, and dealt out; "mesh['a'=2,'b'=2] {'a'}"
+        means groups along axes of a mesh.
 
     Returns:
-      The devices of each group, as places in the order of the mesh; no group: all take part.
+      The devices of each group, as places in the order of the mesh; no group: all devices are one group.
 
     Raises:
-      ValueError: it is written otherwise.
+      ValueError: the text is written otherwise.
 
     Example:
       >>> [device_groups(x) for x in ("{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)", "mesh['a'=2,'b'=2] {'a'}")]
@@ -32,7 +33,8 @@ def device_groups(text: str) -> Devices:
     if re.fullmatch(r"\{(\{[\d,]+\},?)*\}|", text):
         return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
     if tiles := re.fullmatch(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, order = _numbers(tiles[3]), _numbers(tiles[4]) if tiles[4] else None
+        shape = _numbers(tiles[3])
+        order = _numbers(tiles[4]) if tiles[4] else None
         return _dealt_out(np.arange(math.prod(shape)).reshape(shape).transpose(order), int(tiles[2]))
     if re.fullmatch(rf"mesh\[(?:{AXIS}=\d+,?)+\] \{{(?:{AXIS},?)+\}}", text):
         mesh, _, along = text.partition("] ")

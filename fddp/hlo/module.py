@@ -1,7 +1,7 @@
-"""What XLA made of a program: its scheduled instructions, read from the text that `compiled.as_text()` gives.
+"""Parses a program as XLA compiled it: its scheduled instructions, from the text that `compiled.as_text()` gives.
 
-In a module that says `is_scheduled=true` the order of the lines is the order of execution. Read here are shapes,
-operands, and the computations that an instruction calls; what they cost is read by `effort`.
+In a module that says `is_scheduled=true` the order of the lines is the order of execution. This module reads shapes,
+operands, and the computations that an instruction calls; `flops` reads what they cost.
 
 Source: `HloInstruction::ToString` in XLA.
 """
@@ -21,7 +21,7 @@ class Array:
     """One array of an instruction's result."""
 
     dtype: str
-    """As XLA names it: "f32", "bf16", "s32"."""
+    """XLA's name of the dtype: "f32", "bf16", "s32"."""
     dims: tuple[int, ...]
 
     @property
@@ -40,15 +40,16 @@ class Instruction:
 
     name: str
     result: tuple[Array, ...]
-    """Its arrays, those inside of tuples one after the other."""
+    """The arrays of its result, those inside tuples one after the other."""
     opcode: str
     operands: tuple[str, ...]
+    """Names of the instructions whose results it reads."""
     attributes: str
-    """What follows the operands."""
+    """The text behind the operands."""
 
     @cached_property
     def op_name(self) -> str:
-        """The path of Python functions and named scopes it came from, as JAX says it; may be empty."""
+        """The path of Python functions and named scopes it came from, as JAX writes it; may be empty."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -73,7 +74,7 @@ class Instruction:
 
     @cached_property
     def trips(self) -> int:
-        """How often a loop runs; 1 where XLA does not know."""
+        """Number of rounds of a loop; 1 where XLA does not know it, and for all other instructions."""
         found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.attributes) if self.opcode == "while" else None
         return int(found[1]) if found else 1
 
@@ -87,9 +88,9 @@ class Schedule(NamedTuple):
 
     lines: tuple[tuple[Instruction, Computation], ...]
     loops: int
-    """How many loops stand around them,"""
+    """Number of loops around them."""
     branches: int
-    """and how many conditionals."""
+    """Number of conditionals around them."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ class Module:
     """Whether the order of instructions is the order in which they start."""
 
     def schedules(self) -> Iterator[Schedule]:
-        """The sequences of instructions that run: the program's own first, then the bodies of its loops and branches.
+        """Yields the sequences of instructions that run: the program's own, then the bodies of its loops and branches.
 
         Yields:
-          Each with calls written in their places; a loop or a conditional is one line of the sequence it stands in.
+          A sequence, with calls written in their places. A loop or a conditional is one line of it.
         """
         pending = [(self.entry, 0, 0)]
         while pending:
@@ -131,7 +132,7 @@ def parse(text: str) -> Module:
     """Reads a module.
 
     Args:
-      text: what `jax.stages.Compiled.as_text()` returns.
+      text: the text that `jax.stages.Compiled.as_text()` returns.
 
     Returns:
       The module.
@@ -169,7 +170,8 @@ def parse(text: str) -> Module:
 def _instruction(line: str) -> Instruction:
     name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    shape = rest[:end]
+    rest = rest[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
     arrays = re.findall(r"\b([a-z]\w*)\[([\d,<= ]*)\]", re.sub(r"/\*.*?\*/|\{[^}]*\}", "", shape))
