@@ -1,4 +1,4 @@
-"""The loss in one form, and what a micro-batch contributes to a step.
+"""Losses in one form, and the weighted sums of micro-batches that make a step.
 
 A step is Σ w·g / Σ w over everything that it sums. Losses in 16 bits are made here. This room imports jaxpr.
 """

@@ -1,8 +1,8 @@
 """A process's batch: rows that are divided among its replicas and micro-batches, or whole batches that are not.
 
 Arrays with equal first dims are rows. Anything else (a graph, a packed sequence, a constant beside the rows) is taken
-as it is where there is nothing to divide; where there is, it is given as one batch for each replica and micro-batch.
-Those are stacked: a row is then a whole batch, and every program divides them as it divides rows.
+as it is by a single replica with a single micro-batch. For several the user gives one batch for each. These are
+stacked: a row is then a whole batch, and every program divides them as it divides rows.
 
 Source: `stack_batches` in Levanter; the leading device dim of a `jax.pmap`.
 """
@@ -16,10 +16,10 @@ import numpy as np
 
 
 class Stacked(NamedTuple):
-    """Batches that are taken as they are: one for each replica of this process and micro-batch, in turn.
+    """Batches that are taken as they are: one for each micro-batch of each replica of this process, in turn.
 
-    Each may be any tree of arrays; all have equal shapes, so pad them. Each counts alike, unless the loss tells its
-    weight (`fddp.Weighted`).
+    Each may be any tree of arrays; all have equal shapes, so pad them. All count alike, unless the loss gives their
+    weights (`fddp.Weighted`).
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -30,25 +30,26 @@ class Stacked(NamedTuple):
     """
 
     batches: Sequence[Any]
+    """The batches, trees of arrays."""
 
 
 class Undivided(NamedTuple):
-    """Batches that are taken as they are, in the form in which programs take them."""
+    """Batches that are taken as they are, in the form that programs take."""
 
     rows: Any
     """The batches, stacked along a first dim."""
 
 
 def taken(batch: Any, count: int, *, undivided: bool | None = None) -> Any:
-    """A batch in the form in which programs take it; one that has no such form is left as it is.
+    """Brings a batch into the form that programs take; a batch that has no such form is left as it is.
 
     Args:
-      batch: what a user gave.
+      batch: the user's batch.
       count: replicas of this process × micro-batches.
       undivided: whether earlier batches were taken as they are; None: this is the first one.
 
     Returns:
-      A tree of rows, or a `Undivided`. What is neither cannot be divided, and `fddp.step.checks` says so.
+      A tree of rows, or an `Undivided`. Any other batch cannot be divided, and `fddp.step.checks` refuses it.
     """
     if isinstance(batch, Stacked):
         batches = list(batch.batches)
@@ -65,7 +66,7 @@ def is_rows(batch: Any) -> bool:
 
 
 def count_rows(batch: Any) -> int:
-    """How many rows a batch has: of `Stacked` batches each counts as one, and one that is no rows as one too."""
+    """Counts the rows of a batch: each of `Stacked` batches counts as one row, and so does a batch that is no rows."""
     if isinstance(batch, Stacked):
         return len(batch.batches)
     leaves = jax.tree.leaves(batch)
@@ -73,7 +74,7 @@ def count_rows(batch: Any) -> int:
 
 
 def lists_of_numbers(batch: Any) -> list[str]:
-    """Where a batch has numbers in Python's lists, each of which JAX takes for an array of its own."""
+    """Finds the paths of Python's lists of numbers in a batch: JAX takes each number for an array of its own."""
     named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
     return [
         jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
@@ -83,13 +84,13 @@ def lists_of_numbers(batch: Any) -> list[str]:
 
 
 def unlike(batches: Sequence[Any]) -> str:
-    """Says where batches that are to be stacked differ in form; "" where they do not.
+    """Describes the first difference in form of batches that are to be stacked.
 
     Args:
       batches: trees of arrays.
 
     Returns:
-      The first leaf that differs, and how.
+      The first leaf that differs, and its two forms; "" if none does.
     """
     first = jax.tree_util.tree_leaves_with_path(batches[0]) if batches else []
     for number, batch in enumerate(batches[1:], 1):

@@ -1,4 +1,4 @@
-"""The user's loss in one form, whatever form it was written in, and what is wrong with it in his words."""
+"""Brings the user's loss into one form, and says in the user's words what is wrong with it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,12 +11,11 @@ from fddp.losses.batches import Undivided
 
 
 class Weighted(NamedTuple):
-    """A loss that is a mean over so many tokens or rows: returned in a loss's place, it is averaged by their number; so
-    is a metric of `fddp.evaluate`.
+    """A mean loss with its weight, the number of its tokens or rows; `fddp.evaluate` takes metrics in the same form.
 
-    Σ w·g / Σ w over replicas and micro-batches is then the gradient of the mean over all tokens, however unevenly they
-    lie. A loss without a weight counts with its rows. The weight may be zero where the loss is finite; w·g must fit the
-    parameters' dtype.
+    Return it in a loss's place. Σ w·g / Σ w over replicas and micro-batches is then the gradient of the mean over all
+    tokens, however unevenly they lie. A loss without a weight weighs as many as its rows. The weight may be zero where
+    the loss is finite; w·g must fit the parameters' dtype.
     """
 
     value: Float[Array, ""]
@@ -26,21 +25,21 @@ class Weighted(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A batch that counts only in part: what `fddp.join` yields."""
+    """A batch that counts only in part; `fddp.join` yields them."""
 
     rows: Any
-    """The batch, as a step takes it."""
+    """The batch, in a form that a step takes."""
     share: Float[ArrayLike, " rows"]
-    """How much each row (each batch that is taken as it is) adds to gradients and loss: 1, or 0 when its rank has run
-    out of data."""
+    """Factor of each row (or batch that is taken as it is) in gradients and loss: 1, or 0 when its rank has run out of
+    data."""
     divisor: Float[ArrayLike, " rows"]
-    """How much each row adds to what the sum is divided by."""
+    """Factor of each row in the weight by which the sum is divided."""
     leads: Bool[ArrayLike, " rows"] | None = None
-    """Whose buffers all get: those of the replica with a row that leads; None: replica 0's, as without `join`."""
+    """Marks the row whose replica gives all others its buffers; None: replica 0 does, as without `join`."""
 
 
 class Value(NamedTuple):
-    """A loss and what comes with it."""
+    """A loss with its weight, buffers and metrics."""
 
     loss: Float[Array, ""]
     weight: Float[Array, ""]
@@ -48,20 +47,20 @@ class Value(NamedTuple):
     divisor: Float[Array, ""]
     """w in Σ w: the same number, but for a rank that has run out of data."""
     unit: Int[Array, ""]
-    """How many rows weigh 1; 1 where the loss tells its weight."""
+    """Rows per unit of weight; 1 where the loss gives its weight."""
     model_state: Any
     aux: Any
 
 
-# (params, model_state, rng, batch, unit=None) -> (w·loss, all of it); unit: how many rows weigh 1, None: any number
+# (params, model_state, rng, batch, unit=None) -> (w·loss, its Value); unit: rows per unit of weight, None: the batch's
 Objective = Callable[..., tuple[Array, Value]]
 
 
 def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
     """Brings a loss into the form (params, model_state, rng, batch, unit=None) → (w·loss, `Value`).
 
-    A loss that tells no weight is a mean over its rows and weighs as many: ranks may bring different numbers of them.
-    Rows are counted in units, of the first batch's rows say, so that in most steps the weight is 1 and costs no digit.
+    A loss that gives no weight is a mean over its rows and weighs as many: ranks may bring different numbers of them.
+    Rows are counted in units, say of the first batch's rows: in most steps the weight is then 1, which rounds nothing.
     A batch that is taken as it is weighs 1.
 
     Args:
@@ -78,11 +77,13 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         rows = _rows(batch)  # 1, where a row is a whole batch
         batch = jax.tree.map(lambda x: x[0], batch.rows) if isinstance(batch, Undivided) else batch
         extra = {"model_state": model_state, "rng": rng}
-        value, aux = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None}), None
+        value = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None})
+        aux = None
         if has_aux or model_state is not None:
             value, aux = _pair(value, "(loss, (model_state, aux))" if model_state is not None else "(loss, aux)")
         if model_state is not None:
-            given, (model_state, aux) = model_state, _pair(aux, "(loss, (model_state, aux))")
+            given = model_state
+            model_state, aux = _pair(aux, "(loss, (model_state, aux))")
             _check_alike(given, model_state)
         unit = 1 if isinstance(value, Weighted) else unit or rows
         value, weight = value if isinstance(value, Weighted) else (value, rows / unit)
@@ -95,7 +96,7 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
 
 
 def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
-    """Passes a function on, or says that it is none; DDP takes a module, and a module can be called."""
+    """Returns a function as it is, and refuses all else, also a module, which DDP takes and which can be called."""
     kind = value if isinstance(value, type) else type(value)
     modules = [f"{parent.__module__}.{parent.__name__}" for parent in kind.__mro__]
     for module, adapter in (("flax.linen.module.Module", "from_linen"), ("flax.nnx.module.Module", "from_nnx")):
@@ -166,7 +167,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _exact(x: Any) -> Array:
-    """In float32 at least: sums over many replicas and micro-batches outgrow 16 bits."""
+    """Widens to float32 at least: sums over many replicas and micro-batches outgrow 16 bits."""
     return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 

@@ -1,7 +1,7 @@
-"""A loss computed in 16 bits from parameters that stay in 32.
+"""Makes losses that compute in 16 bits, from parameters that stay in 32.
 
-The parameters that the optimizer sees, its moments and the gradients keep their dtype; only what the loss computes with
-is cast. A cast's derivative is the cast back, so gradients arrive in the dtype of the parameters by themselves.
+The parameters that the optimizer sees, its moments and the gradients keep their dtype; only the numbers with which the
+loss computes are cast. A cast's derivative is the cast back, so gradients arrive in the dtype of the parameters.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1; `_MixedPrecision(param_dtype)` in PyTorch's
 `distributed.py`.
@@ -22,11 +22,11 @@ def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
     """Makes a loss that computes in fewer bits than its parameters have.
 
     The float leaves of the parameters and of the batch are cast. Integers and booleans are not: token counts and masks
-    of these dtypes stay exact. Neither are buffers (`model_state=`), as BatchNorm's statistics want their bits.
+    of these dtypes stay exact. Neither are buffers (`model_state=`), as BatchNorm's statistics need their bits.
 
     Args:
       loss_fn: a loss in any of the forms that `train_step` takes.
-      dtype: the float dtype to compute in. float16 wants its loss scaled: see `dynamic_scale`.
+      dtype: the float dtype to compute in. float16 needs a scaled loss: see `dynamic_scale`.
 
     Returns:
       A loss of the same form. Loss, weight and aux come back in float32 at least, buffers in the dtype they were given.
@@ -55,7 +55,7 @@ def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
 
 
 def _returned(value: Any, model_state: Any) -> Any:
-    """What the loss returned, in float32 at least; buffers as they were given."""
+    """Widens a loss's results to float32 at least, and casts buffers to the dtype they were given in."""
     exact = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _float(x) else x, value)
     match value, exact:
         case (_, (buffers, _)), (loss, (_, aux)) if model_state is not None:

@@ -1,6 +1,6 @@
-"""Random keys of a loss: anew for every step and micro-batch, and for every replica unless they are shared.
+"""Random keys of a loss: new ones for every step and micro-batch, and for every replica unless they are shared.
 
-Source: `seed + rank` in PyTorch's scripts; LayerDrop (Fan et al. 2020) for what all replicas must draw alike.
+Source: `seed + rank` in PyTorch's scripts; LayerDrop (Fan et al. 2020) for a draw that all replicas must share.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ class Shared(NamedTuple):
     """
 
     key: Any
-    """As from `jax.random.key`."""
+    """The key, from `jax.random.key`."""
 
 
 def folded(rng: Any, step: Int[Array, ""], micro_batch: Int[Array, ""], replica: Int[Array, ""]) -> Any:
-    """The keys of one micro-batch of one replica.
+    """Makes the keys of one micro-batch of one replica.
 
     Args:
       rng: a tree of random keys, some of them `Shared`; None: none.

@@ -1,10 +1,10 @@
-"""What micro-batches contribute to a step, and how contributions add up: Σ w·g / Σ w.
+"""The contributions of micro-batches to a step, and their sum: Σ w·g / Σ w.
 
 A step is a sum of contributions over micro-batches, over calls since the last synchronization and over replicas,
 followed by one division. Everything that is summed (gradients, loss, metrics, the weights themselves) has the same
 algebra, so accumulation, `no_sync` and replicas need no formulas of their own.
 
-Source: `no_sync` in PyTorch's `distributed.py`, paper section 3.2.4; accumulation in one call instead of k.
+Source: `no_sync` in PyTorch's `distributed.py`, paper section 3.2.4; here one call accumulates, where DDP needs k.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +19,31 @@ from fddp.losses.objective import Objective, Value
 
 
 class Sums(NamedTuple):
-    """Weighted sums of what micro-batches contribute."""
+    """Weighted sums of the contributions of micro-batches."""
 
     grads: Any
     """Σ w·g for each trained leaf of the parameters, in the order of the leaves; (): none, or they were sent."""
     weight: Float[Array, ""]
+    """Σ w."""
     loss: Float[Array, ""]
+    """Σ w·loss."""
     aux: Any
+    """Σ w·aux."""
     used: Float[Array, " leaves"] | None = None
-    """How many replicas used each trained leaf; of one replica 0 or 1. None where nobody asks."""
+    """Number of replicas that used each trained leaf; 0 or 1 for one replica. None where nobody asks."""
 
 
 class Pending(NamedTuple):
-    """What a replica has gathered since the last synchronization."""
+    """The sums of a replica since the last synchronization, and its buffers."""
 
     sums: Any
     """`Sums`, or None at the start: nothing yet."""
     model_state: Any
-    """Buffers as this replica's last forward left them."""
+    """Buffers as this replica's last forward pass left them."""
     micro_batches: Int[Array, ""]
-    """How many micro-batches came since the last synchronization."""
+    """Number of micro-batches since the last synchronization."""
     unit: Int[Array, ""]
-    """How many rows weigh 1 in the sums; 1 where the loss tells its weight."""
+    """Rows per unit of weight in the sums; 1 where the loss gives its weight."""
 
 
 def contribute(
@@ -57,15 +60,15 @@ def contribute(
 
     Args:
       objective: the loss, from `make_objective`.
-      chosen: which leaves of the parameters to take gradients of.
+      chosen: numbers of the leaves of the parameters to take gradients of.
       params: parameters.
-      pending: what was gathered so far.
+      pending: the sums so far.
       key: random key of this step, micro-batch and replica, or None.
       batch: rows of one micro-batch.
-      find_unused: whether to tell which of these leaves the loss used.
+      find_unused: whether to find which of these leaves the loss used.
 
     Returns:
-      What is pending now.
+      The sums with this micro-batch's.
     """
     loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
 
@@ -81,7 +84,7 @@ def contribute(
         weight=value.divisor,
         loss=weight * value.loss,
         aux=jax.tree.map(lambda x: weight.astype(x.dtype) * x, value.aux),
-        # A rank without data shadows the others: what it computes counts for nothing.
+        # A rank without data only keeps step with the others: its results do not count.
         used=None if used is None else jnp.where(weight > 0, used, False).astype(jnp.float32),
     )
     return Pending(plus(pending.sums, sums), value.model_state, pending.micro_batches + 1, value.unit)
@@ -90,12 +93,12 @@ def contribute(
 def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: Any, steps: int) -> Pending:
     """Adds a replica's rows to what is pending, in equal micro-batches.
 
-    The first k − 1 run in a loop; the last stands outside it, because its backward pass is the one that traffic can
-    hide behind, and an all-reduce inside a loop would be one per round.
+    The first k − 1 micro-batches run in a loop. The last stands outside it, because traffic overlaps with its backward
+    pass, and inside a loop an all-reduce would run in each round.
 
     Args:
       add: adds one micro-batch.
-      pending: where to begin, its `sums` None.
+      pending: the start, its `sums` None.
       rows: tree of arrays whose first dim is divisible by `steps`.
       steps: number of micro-batches k, at least 1.
 
@@ -103,7 +106,8 @@ def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: A
       The sums of these rows, and the buffers and the count after them.
     """
     parts = in_parts(rows, steps)
-    first, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
+    first = jax.tree.map(lambda x: x[:-1], parts)
+    last = jax.tree.map(lambda x: x[-1], parts)
     if steps > 1:
         start = _from_zero(add, pending, last)
         pending, _ = jax.lax.scan(lambda carried, part: (add(carried, part), None), start, first)
@@ -111,20 +115,20 @@ def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: A
 
 
 def in_parts(rows: Any, steps: int) -> Any:
-    """A replica's rows as equal micro-batches, along a first dim."""
+    """Cuts a replica's rows into equal micro-batches, along a first dim."""
     return jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), rows)
 
 
 def reached(
     objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
 ) -> tuple[bool, ...]:
-    """Which of the chosen leaves have any path to the loss, in any branch; arguments as of `contribute`."""
+    """Finds the chosen leaves that have a path to the loss in any branch; takes the arguments of `contribute`."""
     loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
     return statically_used(loss, trainable)
 
 
 def plus(a: Sums | None, b: Sums) -> Sums:
-    """Adds contributions of one replica; None is the neutral element, as () is of gradients. Used once is used."""
+    """Adds contributions of one replica: None is neutral, as are gradients of (); a leaf used in either is used."""
     if a is None:
         return b
     grads = jax.tree.map(jnp.add, a.grads, b.grads) if a.grads else b.grads
@@ -133,7 +137,7 @@ def plus(a: Sums | None, b: Sums) -> Sums:
 
 
 def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
-    """What is pending, as it would be if so many rows weighed 1: it may come from a step that began otherwise."""
+    """Converts pending sums to `unit` rows per unit of weight: they may come from batches of another size."""
     if pending.sums is None:
         return None
     factor = pending.unit / unit
@@ -146,7 +150,7 @@ def mean(sums: Sums) -> Sums:
     weight = jnp.where(sums.weight == 0, 1, sums.weight)
 
     def divided(x: Array) -> Array:
-        # Not in 16 bits: the weight, of all tokens say, may be more than float16 holds.
+        # 16 bits do not do: the weight, the count of all tokens say, may be more than float16 holds.
         wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
         return (x.astype(wide) / weight.astype(wide)).astype(x.dtype)
 
@@ -156,7 +160,7 @@ def mean(sums: Sums) -> Sums:
 def _of_leaves(
     objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
 ) -> tuple[Callable[[Sequence[Array]], tuple[Array, Value]], list[Array]]:
-    """The objective as a function of the chosen leaves alone, and these."""
+    """Makes the objective a function of the chosen leaves alone; gives it and these leaves."""
     leaves, treedef = jax.tree.flatten(params)
     trainable, fixed = split(chosen, leaves)
 
@@ -167,7 +171,7 @@ def _of_leaves(
 
 
 def _from_zero(add: Callable[[Pending, Any], Pending], pending: Pending, part: Any) -> Pending:
-    """A loop carries arrays from its start on: zeros for nothing."""
+    """Puts zeros in place of sums that are None: a loop needs arrays from its start on."""
     shapes = jax.eval_shape(add, pending, part)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums)
     return pending._replace(sums=zeros)
