@@ -1,8 +1,9 @@
-"""How a message is summed over replicas: plainly, in 16 or 8 bits, sparse, of low rank, or not at all.
+"""Hooks, which sum a message over replicas: plainly, in 16 or 8 bits, sparse, with low rank, or not at all.
 
 Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
-sums. What a hook remembers is in the units of the step it comes from, Σ w·g, and is added to the next step's whatever
-its weights are; of a parameter that no replica used in a step it is gone. This room imports buckets and comm.
+sums. A hook's memory is in the units of the step it comes from, Σ w·g, and is added to the next step's gradients
+whatever its weights are. The memory of a parameter that no replica used in a step is lost. This room imports buckets
+and comm.
 
 Source: `ddp_comm_hooks` in PyTorch.
 """

@@ -1,4 +1,4 @@
-"""A sum that adds what replicas found in different directions, and averages what they found in the same one."""
+"""A hook that adds gradients in different directions, and averages gradients in the same direction."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,10 +10,10 @@ from fddp.hooks.narrow import is_float
 
 
 def adasum() -> Hook:
-    """Adds the replicas' gradients pair by pair, each less its part along the other (Horovod's `op=hvd.Adasum`).
+    """Adds the replicas' gradients pair by pair, each less half the other's part along it (Horovod's `op=hvd.Adasum`).
 
-    Of orthogonal gradients it is the sum, of equal ones the mean: a larger batch then needs no other learning rate.
-    Each leaf is taken by itself. Replicas bring equally many rows.
+    Orthogonal gradients are summed, equal ones averaged: a larger batch then needs no other learning rate. Each leaf is
+    taken by itself. Replicas must bring equally many rows.
 
     Returns:
       The hook: an all-to-all, a few numbers for each leaf and pair, and an all-gather; the bytes of an all-reduce.
@@ -26,12 +26,12 @@ def adasum() -> Hook:
             return comm.all_reduce(bucket.buffer), state
         leaves = [as_rows(leaf, comm.size) for leaf in split(bucket)]
         sizes = [leaf.shape[1] for leaf in leaves]
-        # Row i: this replica's part of what replica i has of each leaf.
+        # Row i has this replica's part of each leaf's gradient on replica i.
         parts = comm.all_to_all(jnp.concatenate(leaves, axis=1))
         parts = parts.astype(jnp.promote_types(parts.dtype, jnp.float32))
         while len(parts) > 1:
-            paired, odd = parts[: len(parts) // 2 * 2], parts[len(parts) // 2 * 2 :]
-            parts = jnp.concatenate([_of_pairs(comm, paired[::2], paired[1::2], sizes), odd])
+            even = len(parts) // 2 * 2
+            parts = jnp.concatenate([_of_pairs(comm, parts[:even:2], parts[1:even:2], sizes), parts[even:]])
         rows = jnp.split(comm.all_gather(parts[0].astype(bucket.buffer.dtype)), _ends(sizes), axis=1)
         whole = [of_rows(row, leaf.shape).reshape(-1) for row, leaf in zip(rows, bucket.leaves)]
         # The step divides by the weights of all replicas, as if this were a sum.
@@ -43,7 +43,7 @@ def adasum() -> Hook:
 def _of_pairs(
     comm: Communicator, a: Float[Array, "pairs n"], b: Float[Array, "pairs n"], sizes: list[int]
 ) -> Float[Array, "pairs n"]:
-    """a (1 − a·b / 2|a|²) + b (1 − a·b / 2|b|²), leaf by leaf; the products are sums over all replicas' parts."""
+    """Adds a (1 − a·b / 2|a|²) and b (1 − a·b / 2|b|²) leaf by leaf; the products are sums over all replicas' parts."""
 
     def products(x: Array, y: Array) -> Array:
         return jnp.stack([jnp.sum(part, axis=1) for part in jnp.split(x * y, _ends(sizes), axis=1)])
@@ -59,5 +59,5 @@ def _of_pairs(
 
 
 def _ends(sizes: list[int]) -> list[int]:
-    """Where one leaf's part ends and the next begins."""
+    """Places at which one leaf's part ends and the next begins."""
     return [sum(sizes[: k + 1]) for k in range(len(sizes) - 1)]

@@ -1,4 +1,4 @@
-"""Only the chunks of a bucket that matter to all replicas together; the rest is remembered."""
+"""A hook that sends only the chunks of a bucket with the largest norms over all replicas, and remembers the rest."""
 
 import math
 from typing import Any
@@ -15,21 +15,21 @@ from fddp.hooks.narrow import is_float
 def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) -> Hook:
     """Sums the chunks of a bucket with the largest norms over all replicas, and leaves out the others.
 
-    All replicas send the same chunks, so that their sum is an all-reduce, and no number travels with its place. What is
-    left out is added to the next step's gradients.
+    All replicas send the same chunks, so that their sum is an all-reduce, and no number travels with its place. Chunks
+    that are left out are added to the next step's gradients.
 
     Args:
-      share: which share of a bucket's chunks, above 0 and up to 1.
-      chunk: how many numbers are sent together.
-      momentum: that of SGD, 0 to below 1, where it is to be kept up while a chunk waits: each replica then gathers the
-        momentum of its own gradients, and begins anew when the chunk is sent (the paper's masking); the optimizer is
-        SGD without one. 0: gradients are gathered.
+      share: share of a bucket's chunks that is sent, above 0 and up to 1.
+      chunk: count of numbers that are sent together.
+      momentum: SGD's momentum, from 0 to below 1, to be kept up while a chunk waits. Each replica then adds up the
+        momentum of its own gradients, and begins anew when the chunk is sent (the paper's masking); give the optimizer
+        SGD without momentum. 0: each replica adds up its gradients.
 
     Returns:
       The hook: an all-reduce of a float for each chunk, and one of the chunks that are sent.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number is out of its range.
 
     Source: GradientFlow's coarse-grained sparsity (Sun et al., 2019); momentum as in Deep Gradient Compression (Lin et
       al., 2018).
@@ -61,12 +61,12 @@ def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) ->
 
 
 def _largest(comm: Communicator, x: Array, share: float, chunk: int) -> tuple[Array, Array]:
-    """The sum over replicas of the chunks that are sent, zero elsewhere; and where they are."""
+    """Sums over replicas the chunks that are sent; gives the sum, zero elsewhere, and a mask of these chunks."""
     chunk = min(chunk, x.size)
     rows = jnp.pad(x, (0, -x.size % chunk)).reshape(-1, chunk)
-    # Means, which fit 16 bits wherever the numbers do.
+    # The norms are means, which fit 16 bits wherever the numbers do.
     norms = comm.all_reduce(jnp.mean(jnp.abs(rows.astype(jnp.float32)), axis=1))
-    # What is not finite is sent before all else, NaN too, or it would stay for ever.
+    # Chunks that are not finite, with NaN too, are sent before all others, or they would stay for ever.
     _, places = jax.lax.top_k(jnp.where(jnp.isfinite(norms), norms, jnp.inf), math.ceil(share * len(rows)))
     sums = comm.all_reduce(rows[places].reshape(-1)).reshape(-1, chunk)
     sent = jnp.zeros(len(rows), bool).at[places].set(True)

@@ -27,11 +27,11 @@ def all_reduce(
 
     Args:
       tree: arrays with the shapes and dtypes of the plan's leaves, each replica's own.
-      plan: which leaves travel together.
+      plan: the buckets in which leaves travel.
       axis_name: the mesh axis to sum over; or
       group: the group whose replicas to sum over.
-      op: "sum", or "mean": the sum over the number of replicas.
-      hook: what is done with each bucket in place of the plain sum; one that remembers nothing.
+      op: "sum", or "mean": the sum divided by the number of replicas.
+      hook: a hook without a memory, which sums each bucket; None: the plain sum.
 
     Returns:
       The reduced tree; leaves that do not travel under the plan stay each replica's own.

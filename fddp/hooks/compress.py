@@ -1,4 +1,4 @@
-"""Buckets of which less is sent: 8 bits a number, or the largest numbers; the rest is remembered."""
+"""Hooks that send less of a bucket: 8 bits a number, or only the largest numbers; they remember the rest."""
 
 import math
 from collections.abc import Callable
@@ -20,11 +20,12 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
     """Sends 8-bit integers, each block of numbers with a scale of its own (PyTorch's `quantization_pertensor_hook`).
 
     Args:
-      block: how many numbers share a scale.
-      error_feedback: whether what rounding takes away is added to the next step's gradients.
+      block: count of numbers that share a scale.
+      error_feedback: whether the rounding error is added to the next step's gradients.
 
     Returns:
-      The hook: all-to-all of 8-bit parts, sums in float32, all-gather of 8-bit sums. About a quarter of the bytes.
+      The hook: an all-to-all of 8-bit parts, sums in float32, an all-gather of 8-bit sums. It sends about a quarter of
+      the bytes.
 
     Raises:
       ValueError: block is no whole number of 1 or more.
@@ -37,7 +38,7 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
         arrived = _from_int8(comm.all_to_all(message), block).sum(0)
         answer = _to_int8(arrived, block)
         total = _from_int8(comm.all_gather(answer), block)
-        # What is lost when the sum is rounded, too, is remembered by the replica that rounds it.
+        # The sum is rounded too: the replica that rounds it remembers that error.
         stood = _from_int8(message, block).at[comm.replica_index()].add(_from_int8(answer, block) - arrived)
         return total.reshape(-1)[: x.size], stood.reshape(-1)[: x.size]
 
@@ -45,15 +46,15 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
 
 
 def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
-    """Sends only each replica's largest numbers and where they are (Aji and Heafield 2017; Stich et al. 2018).
+    """Sends only each replica's largest numbers and their places (Aji and Heafield 2017; Stich et al. 2018).
 
     Args:
-      ratio: which share of a bucket's numbers, above 0 and up to 1.
-      error_feedback: whether what was not sent is added to the next step's gradients.
+      ratio: share of a bucket's numbers that is sent, above 0 and up to 1.
+      error_feedback: whether numbers that were not sent are added to the next step's gradients.
 
     Returns:
-      The hook. Every replica gets everybody's numbers, as they are: 8 (p − 1) bytes for each, 12 (p − 1) in float64, so
-      ratio × p should be small.
+      The hook. Every replica gets all replicas' numbers, as they are: 8 (p − 1) bytes for each, 12 (p − 1) in float64,
+      so ratio × p should be small.
 
     Raises:
       ValueError: ratio is out of its range.
@@ -62,10 +63,10 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
         raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
-        # What is not finite is sent before all else, NaN too, or the others would not hear of it.
+        # Numbers that are not finite, NaN too, are sent before all others, or the other replicas would not see them.
         _, where = jax.lax.top_k(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), math.ceil(ratio * x.size))
         largest = x[where].astype(jnp.promote_types(x.dtype, jnp.float32))
-        words = jax.lax.bitcast_convert_type(largest, jnp.int32)  # two of them for a number of 64 bits
+        words = jax.lax.bitcast_convert_type(largest, jnp.int32)  # two words for a number of 64 bits
         gathered = comm.all_gather(jnp.concatenate([where.astype(jnp.int32), words.reshape(-1)]))
         places, everybodys = jnp.split(gathered, [where.size], axis=1)
         values = jax.lax.bitcast_convert_type(everybodys.reshape(-1, *words.shape[1:]), largest.dtype)
@@ -76,8 +77,16 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
 
 
 def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], error_feedback: bool, name: str) -> Hook:
-    """A hook that sends an approximation, `reduce(comm, x)` → (sum over replicas, what stood for x in it), and
-    remembers what it left out. Complex numbers are summed as they are."""
+    """Makes a hook that sends approximations and, with error feedback, remembers their errors.
+
+    Args:
+      reduce: (comm, x) → (sum over replicas, this replica's approximation of x in it).
+      error_feedback: whether x is the bucket plus the last error.
+      name: the hook's name.
+
+    Returns:
+      The hook; it sums integers and complex numbers as they are.
+    """
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and is_float(leaf.dtype) else ()
@@ -97,10 +106,10 @@ def _compressed(reduce: Callable[[Communicator, Array], tuple[Array, Array]], er
 
 
 def _to_int8(x: Float[Array, "... m"], block: int) -> Int8[Array, "... k"]:
-    """Rows of whole blocks as bytes: the numbers, −127 to 127 times the block's scale, then the scales as they are."""
+    """Rounds rows of whole blocks to bytes: numbers from −127 to 127, then the blocks' scales, exactly."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
     largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-    # XLA:CPU's maximum passes a NaN over. With a scale of NaN the whole block is.
+    # XLA:CPU's maximum passes over a NaN. With a scale of NaN the whole block is NaN.
     scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=-1, keepdims=True), largest / 127, jnp.nan)
     numbers = jnp.round(blocks / jnp.where(scales == 0, 1, scales)).astype(jnp.int8)
     words = jax.lax.bitcast_convert_type(scales[..., 0], jnp.int8)

@@ -1,4 +1,4 @@
-"""Another hook for the first steps: early gradients bear compression badly."""
+"""A hook that uses another one for the first steps: compression harms early gradients most."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from fddp.hooks.hook import GradBucket, Hook, State, allreduce
 
 
 def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
-    """Uses another hook for the first steps: early gradients bear compression badly (PyTorch's `start_powerSGD_iter`).
+    """Uses another hook for the first steps: compression harms early gradients most (PyTorch's `start_powerSGD_iter`).
 
     Args:
-      step: how many steps go by before `hook` begins.
-      hook: what is used then.
-      first: what is used before; None: `allreduce()`.
+      step: number of steps before `hook` begins.
+      hook: the hook that is used then.
+      first: the hook that is used before; None: `allreduce()`.
 
     Returns:
       The hook.

@@ -1,8 +1,8 @@
-"""What a communication hook is: what is done with a bucket in place of the plain sum over replicas.
+"""The type of communication hooks, which sum a bucket over replicas in place of the plain sum.
 
 A `Hook` is a pair of pure functions. `apply` runs on every replica, with that replica's own bucket, and talks to the
-others through a `Communicator`; what it wants to remember until the next step (a rounding error, a warm start) it keeps
-for each leaf of the parameters, so that it outlives a new plan and can be saved.
+others through a `Communicator`. Its memory until the next step (a rounding error, a warm start) is kept for each leaf
+of the parameters, so that it outlives a new plan and can be saved.
 
 Source: `register_comm_hook` and `GradBucket` in PyTorch.
 """
@@ -25,11 +25,11 @@ class GradBucket(NamedTuple):
     buffer: Shaped[Array, " n"]
     """This replica's contributions, Σ w·g over its micro-batches, leaf after leaf."""
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    """The form of each leaf in it."""
+    """Shape and dtype of each leaf in it."""
 
 
 class Hook(NamedTuple):
-    """How a bucket is summed over replicas.
+    """A pair of functions that sums a bucket over replicas.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -41,29 +41,29 @@ class Hook(NamedTuple):
     """
 
     init: Callable[[jax.ShapeDtypeStruct], Any]
-    """A leaf's form → what each replica remembers for it at first: a tree of arrays, () for nothing."""
+    """A leaf's shape and dtype → each replica's first memory for it: a tree of arrays, () for nothing."""
     apply: Callable[[Communicator, GradBucket, State], tuple[Array, State]]
-    """(comm, bucket, what is remembered for its leaves) → the sum over replicas, like the buffer and equal on all of
-    them, and what to remember now. It must call the comm's collectives in the same order on every replica."""
+    """(comm, bucket, memory of its leaves) → (sum, new memory). The sum is like the buffer, and equal on all replicas.
+    The function must call the comm's collectives in the same order on every replica."""
     name: str = "a hook of the user's own"
-    """Compared between ranks."""
+    """The name, which must be equal on all ranks."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"
 
 
 def allreduce() -> Hook:
-    """The plain sum (PyTorch's `allreduce_hook`)."""
+    """Sums buckets plainly (PyTorch's `allreduce_hook`)."""
     return Hook(nothing, lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state), "allreduce")
 
 
 def split(bucket: GradBucket) -> list[Array]:
-    """The leaves in a bucket's buffer."""
+    """Splits a bucket's buffer into its leaves."""
     pieces = jax.lax.split(bucket.buffer, [math.prod(leaf.shape) for leaf in bucket.leaves])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, bucket.leaves)]
 
 
 def nothing(leaf: jax.ShapeDtypeStruct) -> tuple[()]:
-    """What a hook without a memory begins with."""
+    """The first memory of a hook that has none."""
     del leaf
     return ()

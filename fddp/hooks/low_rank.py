@@ -1,8 +1,8 @@
-"""Gradients as products of two thin matrices: PowerSGD, for links that are much slower than the backward pass.
+"""PowerSGD, a hook that sends gradients as products of two thin matrices, for links much slower than the backward pass.
 
-A matrix M = Σ M_r of n × m numbers travels as P (n × rank) and Q (m × rank): one step of subspace iteration a training
-step, P = M Q made orthonormal, Q = Mᵀ P, in two sums over replicas; M ≈ P Qᵀ. What this leaves out of a replica's own
-M_r is added to its next gradients.
+A matrix M = Σ M_r of n × m numbers travels as P (n × rank) and Q (m × rank), and M ≈ P Qᵀ. Each training step makes one
+step of subspace iteration: P = M Q made orthonormal, then Q = Mᵀ P, in two sums over replicas. The error of a replica's
+own M_r is added to its next gradients.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019); `powerSGD_hook` in PyTorch.
 """
@@ -31,18 +31,18 @@ def powersgd(
     """Sends matrices as products of two thin ones (PyTorch's `powerSGD_hook`).
 
     Args:
-      rank: columns of the thin matrices; more are more exact and more bytes.
-      start_step: how many steps go by with plain sums first.
-      warm_start: whether Q of the last step is where the next begins; else random numbers.
-      error_feedback: whether what was left out is added to the next step's gradients.
-      min_compression_rate: a leaf whose factors are not so many times smaller is sent as it is, like vectors. A leaf
-        of more than two dims counts as a matrix of its last dim.
+      rank: columns of the thin matrices; with more columns the sum is more exact and takes more bytes.
+      start_step: number of first steps with plain sums.
+      warm_start: whether a step begins with the Q of the last one; else with random numbers.
+      error_feedback: whether the error is added to the next step's gradients.
+      min_compression_rate: a leaf is compressed if this makes it smaller by more than this factor; else it is sent as
+        it is, like vectors. A leaf of more than two dims counts as a matrix of its last dim.
 
     Returns:
       The hook.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number is out of its range.
 
     Example:
       >>> import fddp, jax, jax.numpy as jnp, optax
@@ -58,7 +58,7 @@ def powersgd(
         raise ValueError(f"powersgd: min_compression_rate must be 0 or more, got {min_compression_rate!r}.")
 
     def rank_of(leaf: jax.ShapeDtypeStruct) -> int:
-        """Columns of the factors of a leaf; 0 for one that is sent as it is."""
+        """Columns of a leaf's factors; 0 for a leaf that is sent as it is."""
         if len(leaf.shape) < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating) or not math.prod(leaf.shape):
             return 0
         n, m = _matrix_shape(leaf)
@@ -73,10 +73,12 @@ def powersgd(
         return {"q": _random(leaf, rank_of(leaf), 0)} | error | count
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        leaves, remembered = split(bucket), list(state)
+        leaves = split(bucket)
+        remembered = list(state)
         chosen = [i for i, leaf in enumerate(bucket.leaves) if rank_of(leaf)]
         plain = [i for i in range(len(leaves)) if i not in chosen]
-        matrices, starts = [], []
+        matrices = []
+        starts = []
         for i in chosen:
             wanted = leaves[i] + (state[i]["error"] if error_feedback else 0)
             matrices.append(wanted.reshape(_matrix_shape(bucket.leaves[i])))
@@ -90,8 +92,8 @@ def powersgd(
         for i, start, m, p, q in zip(chosen, starts, matrices, bases, q_sums):
             leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
             error = {"error": (m - p @ (p.T @ m)).reshape(leaves[i].shape)} if error_feedback else {}
-            # Q's scale would grow without end; its directions are what the next step begins with, or the last ones
-            # where a gradient was zero.
+            # The next step begins with Q's directions alone, as its scale would grow without end. A direction in which
+            # the gradient was zero stays as it was.
             count = {} if warm_start else {"step": state[i]["step"] + 1}
             directions = _orthonormal(q)
             q = jnp.where(jnp.any(directions != 0, axis=0), directions, start)
@@ -107,15 +109,15 @@ def _matrix_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, int]:
 
 
 def _random(leaf: jax.ShapeDtypeStruct, rank: int, step: Any) -> Float[Array, "m rank"]:
-    """The same numbers on every replica."""
+    """Draws the same numbers on every replica."""
     return jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (leaf.shape[-1], rank), leaf.dtype)
 
 
 def _orthonormal(x: Float[Array, "n rank"]) -> Float[Array, "n rank"]:
-    """An orthonormal basis of the columns' span; zeros for a column that adds nothing to it, NaN for one that is not
-    finite.
+    """Makes an orthonormal basis of the columns' span by Gram-Schmidt, each column twice, as in PyTorch.
 
-    Gram-Schmidt, each column twice, as in PyTorch: a QR decomposition is a library call, which XLA cannot look into.
+    A column that adds nothing to the span becomes zeros, and one that is not finite NaN. A QR decomposition would be a
+    library call, which XLA cannot look into.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     least = 8 * jnp.finfo(wide.dtype).eps

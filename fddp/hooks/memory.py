@@ -1,22 +1,22 @@
-"""What a hook remembers: kept for each leaf of the parameters, used for each message."""
+"""The memory of a hook: kept for each leaf of the parameters, used for each message."""
 
 from typing import Any
 
 from fddp.buckets import BucketPlan
 
-# What is remembered for each message of a plan; nothing at all without a hook.
+# The memory for each message of a plan; empty without a hook.
 Memory = tuple[Any, ...]
 
 
 def by_message(plan: BucketPlan, hook_state: Any) -> Memory:
-    """What is remembered for the leaves in each message.
+    """Arranges a hook's memory by messages.
 
     Args:
-      plan: the messages.
-      hook_state: a tree like the parameters, what a hook remembers in the place of each leaf.
+      plan: the plan of the messages.
+      hook_state: a tree like the parameters, with the memory for a leaf in its place.
 
     Returns:
-      For each message what is remembered for its leaves, in their order.
+      For each message the memory for its leaves, in their order.
     """
     leaves = plan.treedef.flatten_up_to(hook_state)
     places = [() if message.bucket is None else plan.buckets[message.bucket].leaves for message in plan.messages]
@@ -24,7 +24,7 @@ def by_message(plan: BucketPlan, hook_state: Any) -> Memory:
 
 
 def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
-    """The inverse of `by_message`; leaves that do not travel keep what `hook_state` has for them."""
+    """Arranges a hook's memory by leaves: the inverse of `by_message`; leaves that do not travel keep their memory."""
     leaves = plan.treedef.flatten_up_to(hook_state)
     for message, remembered in zip(plan.messages, memory):
         if message.bucket is not None:

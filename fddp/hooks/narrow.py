@@ -1,4 +1,4 @@
-"""Buckets that travel in 16 bits, and buckets that do not travel."""
+"""Hooks that send buckets in 16 bits, or not at all."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from fddp.hooks.hook import allreduce as allreduce
 
 
 def noop() -> Hook:
-    """Sends nothing, to see what a step costs without traffic: each replica goes on as if all had its gradients.
+    """Sends nothing, to show the cost of a step without traffic: each replica goes on as if all had its gradients.
 
     Replicas then differ; only for debugging (PyTorch's `noop_hook`).
     """
@@ -26,11 +26,11 @@ def bf16(hook: Hook | None = None) -> Hook:
     """Sends float sums as bfloat16 (float16 as it is): half the bytes (PyTorch's `bf16_compress_hook` and its wrapper).
 
     Args:
-      hook: whose sums; None: `allreduce()`.
+      hook: the hook whose sums are sent so; None: `allreduce()`.
 
     Returns:
-      The hook. Where all-reduces know no 16 bits (CPUs, MPI) every replica gets a part of everybody's words
-      (all-to-all), adds them up in float32 and hands the sum round (all-gather).
+      The hook. Where all-reduces know no 16 bits (CPUs, MPI) every replica gets one part of all replicas' words
+      (all-to-all), adds these up in float32 and sends the sum to all (all-gather).
     """
     hook = hook or allreduce()
 
@@ -44,10 +44,10 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     """Sends float sums as float16 (bfloat16 as it is; PyTorch's `fp16_compress_hook` and its wrapper).
 
     Args:
-      hook: whose sums; None: `allreduce()`.
-      predivide: what a replica's part is divided by before it is rounded, and the sum multiplied by afterwards, so
-        that the sum stays below 65,504; None: the number of replicas. A part is Σ w·g over micro-batches: with
-        accumulation, a loss scale or `fddp.Weighted` losses give what these multiply to.
+      hook: the hook whose sums are sent so; None: `allreduce()`.
+      predivide: factor by which a replica's summand is divided before it is rounded, and the sum multiplied
+        afterwards, so that the sum stays below 65,504; None: the number of replicas. A summand is Σ w·g over
+        micro-batches: with accumulation, a loss scale or `fddp.Weighted` losses give the product of all these factors.
 
     Returns:
       The hook.
@@ -71,7 +71,7 @@ def is_float(dtype: Any) -> bool:
 
 
 def _narrow_all_reduce(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
-    """A sum whose words on the wire have 16 bits; integers go as they are, 16-bit floats in their own dtype."""
+    """Sums over replicas with 16-bit words on the wire; integers go as they are, 16-bit floats in their own dtype."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = _narrow_all_reduce(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
         return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
@@ -88,6 +88,6 @@ def _narrow_all_reduce(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], b
 
 
 def as_rows(x: Shaped[Array, " n"], count: int, multiple: int = 1) -> Shaped[Array, "count m"]:
-    """An array as so many rows of one length, a multiple of some number, with zeros at its end."""
+    """Pads an array with zeros, and cuts it into `count` rows of one length, which `multiple` divides."""
     length = multiple * math.ceil(x.size / (count * multiple))
     return jnp.pad(x, (0, count * length - x.size)).reshape(count, length)

@@ -1,4 +1,4 @@
-"""How the sum of a message is made: plainly, through a hook, or not at all where no replica used what is in it.
+"""Sums a message over replicas: plainly, through a hook, or not at all where no replica used the leaves in it.
 
 Source: `register_comm_hook` and `skip_all_reduce_unused_params` in PyTorch; paper section 6.2.2 for layers that are
 dropped.
@@ -19,10 +19,12 @@ from fddp.hooks.hook import GradBucket, Hook
 
 
 class Asks(NamedTuple):
-    """What came back before says whether a message is needed: whether it is not zero at one of these places."""
+    """The condition on which a message is sent: the sum of an earlier message is not zero at one of these places."""
 
     message: int
+    """Number of the earlier message."""
     places: tuple[int, ...]
+    """Places in its sum."""
 
 
 class Reduction(NamedTuple):
@@ -30,19 +32,19 @@ class Reduction(NamedTuple):
 
     name: str = "tail"
     apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
-    """(comm, message, what is remembered for it) → (sum, what to remember); None: the plain sum, which a group may have
-    a better way for between programs."""
+    """(comm, message, memory) → (sum, new memory); None: the plain sum, which a group may make in a better way between
+    programs."""
     asks: Asks | None = None
-    """Of which message it depends whether this one is sent; None: of none, it always is."""
+    """The message that decides whether this one is sent; None: it always is."""
     carries: str = "loss and metrics"
-    """What is in the message, for people."""
+    """The contents of the message, for people."""
     collective: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
-    """What is done with it where nothing is to be applied: a sum, a part of the sum for each replica, no sum but all
-    replicas' messages in a row, or the sum in the tree of virtual replicas."""
+    """The collective where `apply` is None: a sum, a part of the sum for each replica, no sum but all replicas'
+    messages in a row, or the sum in the tree of virtual replicas."""
     replicas: int = 1
-    """How many there are, where a part is made or parts are gathered."""
+    """Number of replicas, where the sum is scattered or messages are gathered."""
     blocks: int = 1
-    """How many numbers of each replica are added for one of the sum, in the tree of virtual replicas."""
+    """Number of blocks of each replica that are added in the tree of virtual replicas."""
 
     @property
     def title(self) -> str:
@@ -50,7 +52,7 @@ class Reduction(NamedTuple):
         return f"{self.name} ({self.carries})" if self.carries else self.name
 
     def back(self, message: Any) -> jax.ShapeDtypeStruct:
-        """The form of what comes back of a message of one replica."""
+        """Shape and dtype of the collective's result for one replica's message."""
         parts = {"reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
         times, share = parts.get(self.collective, (1, self.blocks))
         return jax.ShapeDtypeStruct((message.shape[0] * times // share,), message.dtype)
@@ -62,16 +64,17 @@ PLAIN = Reduction()
 def reductions(
     plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None, replicas: int = 1
 ) -> tuple[Reduction, ...]:
-    """The sums of a step's messages.
+    """Makes the reductions of a step's messages.
 
     Args:
-      plan: the buckets.
-      hook: what is done with each bucket; None: the plain sum.
-      mask: the leaves whose use the first message tells, so that buckets which nobody used are not sent; None: all are.
-      replicas: how many there are, where some buckets travel as rows.
+      plan: the plan of the buckets.
+      hook: the hook that sums each bucket; None: the plain sum.
+      mask: the leaves whose use is in the sum of the first message, so that buckets which no replica used are not sent;
+        None: all buckets are sent.
+      replicas: number of replicas, where some buckets travel as rows.
 
     Returns:
-      One for each message in turn.
+      A reduction for each message in turn.
     """
     place = {leaf: at for at, leaf in enumerate(mask or ())}
 
@@ -79,11 +82,12 @@ def reductions(
         if message.bucket is None:
             return PLAIN
         bucket = plan.buckets[message.bucket]
-        first, more = bucket.names[0], f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
+        first = bucket.names[0]
+        more = f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
         one = Reduction(message.name, carries=f"{first}{more}")
         if message.rows:
             return one._replace(collective="all_gather", replicas=replicas)
-        if bucket.rows:  # they went before, and tell whether something is left
+        if bucket.rows:  # the message before this one had its rows, and says whether any are left
             return one._replace(asks=Asks(number - 1, flags(bucket, replicas)))
         forms = tuple(jax.ShapeDtypeStruct(plan.leaves[i].shape, plan.leaves[i].dtype) for i in bucket.leaves)
         apply = None if hook is None else partial(_hooked, hook, forms)
@@ -99,17 +103,17 @@ def summed(
     message: Shaped[Array, " n"],
     memory: Any,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
-    """Makes the sum inside a program.
+    """Sums one message over replicas, inside a program.
 
     Args:
-      comm: how the replicas talk.
-      reduction: how.
-      said: what came back of the message that the reduction asks, if it does.
-      message: this replica's part.
-      memory: what it remembers for this message.
+      comm: the replicas' communicator.
+      reduction: the message's reduction.
+      said: the sum of the message that decides whether this one is sent; None: it is sent.
+      message: this replica's summand.
+      memory: the hook's memory for this message.
 
     Returns:
-      The sum, what to remember, and the bytes that each replica sent (at most 2³² − 1 are told).
+      The sum, the new memory, and the bytes that each replica sent (2³² − 1 stands for more).
     """
     plain = {
         "all_reduce": lambda comm, x: comm.all_reduce(x),
@@ -132,7 +136,7 @@ def summed(
 
 
 def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: Any) -> int:
-    """What each replica sends where nothing is applied to a message of so many numbers."""
+    """Bytes that each replica sends for a message of `size` numbers where `apply` is None."""
     if reduction.collective == "all_gather":
         return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
     if reduction.collective == "tree_reduce":
@@ -143,7 +147,7 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: Any)
 
 
 def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
-    """Whether a sum is finite: the same on all replicas, as the sum is."""
+    """Whether a sum is finite; all replicas get the same answer, as they have the same sum."""
     return jnp.all(jnp.isfinite(total))
 
 
