@@ -1,4 +1,4 @@
-"""What is done with averaged gradients: an optimizer's update, its state, a loss scale that follows them.
+"""Optimizers: their update with averaged gradients, their state, and a loss scale that follows the gradients.
 
 This room imports losses and jaxpr.
 """

@@ -1,4 +1,4 @@
-"""What an optimizer's state holds for each parameter, and where that lies on the devices of a replica."""
+"""The layout of an optimizer's state: its values for each parameter, and their place on the devices of a replica."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec
 
 
 def optimizer_laid_out(axes: tuple[str, ...], opt_state: Any, params: Any, where: Any) -> Any:
-    """Says to XLA where an optimizer's state is to lie: what has the shape of a parameter, as that parameter.
+    """Tells XLA where an optimizer's state is to lie: a value of its parameter's shape lies as the parameter does.
 
     Args:
-      axes: along which the devices of a replica lie.
-      opt_state: of any optax transformation.
+      axes: mesh axes along which the devices of a replica lie.
+      opt_state: the state of any optax transformation.
       params: the parameters that it trains.
-      where: a tree like them, from `specs`.
+      where: a tree of specs like the parameters, from `fddp.comm.specs`.
 
     Returns:
       The optimizer's state.
@@ -38,20 +38,20 @@ def optimizer_laid_out(axes: tuple[str, ...], opt_state: Any, params: Any, where
 
 
 def map_state(of_params: Callable[..., Any], of_rest: Callable[..., Any], params: Any, *states: Any) -> Any:
-    """Maps over an optimizer's states: apart over what they hold for each parameter, and over the rest.
+    """Maps one function over parts of an optimizer's states that are like the parameters, and another over the rest.
 
-    `optax.tree_map_params` makes a state of something that is no parameters, at which functions that label parameters
-    by their path fail; here a part of a state is known by its structure.
+    `optax.tree_map_params` makes a state of placeholders in place of parameters. Functions that label parameters by
+    their path fail on these. So here a part of a state is known by its structure.
 
     Args:
-      of_params: what to make of parts that are trees like the parameters, or like a part of them: an empty node
-        (`masked`) stands where that part of the optimizer is for none.
-      of_rest: what to make of any other leaf, a count of steps say.
+      of_params: maps parts that are trees like the parameters, or like a part of them: an empty node (`masked`) stands
+        where that part of the optimizer trains no parameter.
+      of_rest: maps any other leaf, a count of steps say.
       params: the parameters.
-      *states: one or more, of one optimizer.
+      *states: one or more states of one optimizer.
 
     Returns:
-      What these make, in the form of the states.
+      The results, in the structure of the states.
     """
 
     def like_params(part: Any) -> bool:
@@ -70,5 +70,5 @@ def map_state(of_params: Callable[..., Any], of_rest: Callable[..., Any], params
 
 
 def masked(x: Any) -> bool:
-    """Whether this stands in an optimizer's state for a parameter, or many, that it is not for."""
+    """Whether a node of an optimizer's state stands for parameters that the optimizer does not train."""
     return isinstance(x, optax.MaskedNode)

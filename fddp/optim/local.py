@@ -1,8 +1,8 @@
-"""Replicas that train alone for some steps, and then make a step of an outer optimizer with what has become of them.
+"""Local steps: replicas train alone for some steps, and then an outer optimizer makes a step with their mean change.
 
-The mean change of the replicas' parameters is a gradient for the outer optimizer. One formula has many names: local SGD
-(the outer one is `sgd(1.0)`: the mean of the parameters), SlowMo (with momentum), DiLoCo (`sgd(0.7, momentum=0.9,
-nesterov=True)`), Lookahead (one replica).
+The mean change of the replicas' parameters, shared − local, is a pseudo-gradient for the outer optimizer. One formula
+has many names: local SGD (the outer optimizer is `sgd(1.0)`, which gives the mean of the parameters), SlowMo (with
+momentum), DiLoCo (`sgd(0.7, momentum=0.9, nesterov=True)`), Lookahead (one replica).
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use
 Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025).
@@ -18,16 +18,16 @@ from jaxtyping import Array, Float
 
 
 class LocalState(NamedTuple):
-    """What `local_steps` carries on, beside each replica's own parameters."""
+    """The state of `local_steps`, beside each replica's own parameters."""
 
     shared: Any
     """The parameters of the last synchronization, equal on all replicas."""
     outer: Any
-    """State of the outer optimizer, likewise."""
+    """State of the outer optimizer, equal on all replicas."""
     inner: Any
     """State of the inner optimizer, each replica's own."""
     weight: Float[Array, " fragments"]
-    """How much each replica has trained on since the last synchronization of each fragment, its own."""
+    """Σ w that a replica has trained on since the last synchronization of each fragment, each replica's own."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,33 @@ class LocalSteps:
     delay: int
     mix: float
     met: list[int] = field(default_factory=lambda: [0, 0], repr=False, compare=False)
-    """After how many steps alone replicas synchronized last, and do so next, where `every` is a function."""
+    """Numbers of steps alone after which replicas synchronized last, and will next, where `every` is a function."""
 
     def __repr__(self) -> str:
-        """Equal on ranks that were given the same: functions by their names."""
+        """Names functions by their names, so that the text is equal on ranks that were given the same options."""
         every = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
         rest = ", ".join(f"{name}={getattr(self, name)}" for name in ("start", "fragments", "delay", "mix"))
         return f"LocalSteps(every={every}, {rest})"
 
     def init(self, params: Any) -> LocalState:
-        """What both optimizers begin with."""
+        """Makes the first state of both optimizers."""
         return LocalState(params, self.outer.init(params), self.inner.init(params), jnp.zeros(self.fragments))
 
     def update(self, *args: Any, **extra: Any) -> Any:
-        """There is none: what replicas do alone and together is a step's."""
+        """Refuses to update: only a step can make replicas train alone and synchronize."""
         raise TypeError(
             "fddp.local_steps is not a part of another optimizer: give train_step local_steps(optimizer, …) itself, "
             "with chains, scales and other wrappers inside of it."
         )
 
     def sends(self, number: int) -> int | None:
-        """Which fragment a step synchronizes.
+        """Finds the fragment that a step synchronizes.
 
         Args:
-          number: of the step, from 1.
+          number: number of the step, from 1.
 
         Returns:
-          Its number, or None.
+          The fragment's number, or None.
         """
         alone = number - self.start - self.delay  # steps that replicas have trained alone when a fragment leaves
         if alone <= 0:
@@ -79,7 +79,7 @@ class LocalSteps:
         return due[0] if due else None
 
     def _meets(self, alone: int) -> bool:
-        """Whether so many steps end with a synchronization, where a schedule says how many come between two."""
+        """Whether replicas synchronize after `alone` steps, where the function `every` gives the steps between two."""
         if alone <= self.met[0]:
             self.met[:] = [0, 0]
         while self.met[1] < alone:
@@ -89,7 +89,7 @@ class LocalSteps:
 
 
 Optimizer: TypeAlias = optax.GradientTransformation | LocalSteps
-"""What a step takes."""
+"""An optimizer that a step takes."""
 
 
 def local_steps(
@@ -105,28 +105,30 @@ def local_steps(
     """Makes an optimizer whose replicas train alone, and synchronize their parameters only now and then.
 
     Between two synchronizations a step sends nothing, its loss and metrics are those of this process's own rows, and
-    the state holds each replica's own parameters and buffers: `fddp.whole(state.params)` is their mean. Those of the
-    last synchronization are `state.opt_state.shared`.
+    the state holds each replica's own parameters and buffers: `fddp.whole(state.params)` is their mean. The parameters
+    of the last synchronization are `state.opt_state.shared`.
 
     Args:
-      optimizer: the inner one, of each replica: any optax transformation.
-      outer: any optax transformation; its gradient is the mean of what the replicas have taken off the parameters,
-        each replica weighing as much as it trained on. None: `optax.sgd(1.0)`, the mean of their parameters.
-      every: steps between two synchronizations; or a function of the number of steps so far, which says how many come.
+      optimizer: the inner optimizer, of each replica: any optax transformation.
+      outer: the outer optimizer: any optax transformation. Its gradient is the pseudo-gradient, the mean of the
+        replicas' shared − local parameters, each replica weighing as much as it trained on. None: `optax.sgd(1.0)`,
+        which gives the mean of their parameters.
+      every: steps between two synchronizations; or a function that takes the number of steps so far and gives the
+        number until the next one.
       start: steps at the beginning that synchronize gradients, as without `local_steps`.
       fragments: parts of the parameters that are synchronized in turn, spread over the `every` steps: groups of the
-        plan's buckets. A count in the outer optimizer counts each of them.
-      delay: 1: a fragment leaves with the next step, travels beside its forward and backward pass and is used at its
-        end, when a replica keeps of this very step as much as of its own parameters (`mix`); 0: a step waits for what
-        it has made.
-      mix: how much of its own parameters a replica keeps when new ones come, 0 (none) to 1.
+        plan's buckets. A count in the outer optimizer counts each fragment.
+      delay: 0: a step sends the parameters from its end, and waits for their sum. 1: the next step sends them, beside
+        its forward and backward pass, and uses the sum at its end; its own change then counts as part of the replica's
+        own parameters (`mix`).
+      mix: share of its own parameters that a replica keeps when new ones come, 0 (none) to 1.
 
     Returns:
       The optimizer, for `train_step`; its state is a `LocalState`.
 
     Raises:
-      ValueError: a number out of its range.
-      TypeError: an optimizer that is none of optax's, or a number that is none.
+      ValueError: a number is out of its range.
+      TypeError: an optimizer is none of optax's, or a number is none.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax

@@ -1,8 +1,8 @@
-"""Losses scaled up before the backward pass, so that small gradients do not vanish in float16.
+"""Loss scaling: losses are multiplied before the backward pass, so that small gradients do not vanish in float16.
 
-A scale is a weight. A step is Σ w·g / Σ w, and what is differentiated is w·loss: with a scale S in each weight the
-backward pass runs on S·w·loss, and the division that ends every step takes S out again. So nothing is unscaled, and the
-optimizer, with whatever clipping is in it, sees plain gradients.
+A scale is a weight. A step is Σ w·g / Σ w, the gradients are those of w·loss, and every step ends with a division. With
+a scale S in each weight the backward pass runs on S·w·loss, and the division takes S out again. So no code has to
+unscale anything, and the optimizer, with any clipping in it, sees plain gradients.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; `torch.amp.GradScaler`.
 """
@@ -19,10 +19,10 @@ from fddp.losses import Objective, Value
 
 
 class DynamicScaleState(NamedTuple):
-    """What `dynamic_scale` carries on."""
+    """The state of `dynamic_scale`."""
 
     scale: Float[Array, ""]
-    """By how much the next step's loss is multiplied."""
+    """Factor of the next step's loss."""
     good_steps: Int[Array, ""]
     """Steps with finite gradients since the scale changed."""
     inner: Any
@@ -38,27 +38,28 @@ def dynamic_scale(
     minimum: float = 2.0**-24,
     maximum: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer whose `train_step` scales the loss, as far as float16 gradients bear it.
+    """Makes an optimizer whose `train_step` scales the loss, as far as float16 gradients stay finite.
 
-    A step whose mean gradients are not all finite changes nothing but the scale, which it divides by `factor`. So many
-    good steps in a row multiply it. The gradients are the same on all ranks, so all ranks do the same. Parameters
-    belong in float32 (see `mixed_precision`): a float16 gradient has no room for what the scale has saved. A constant
-    scale needs no optimizer: return `fddp.Weighted(loss, 2.0**15)`; so it is with `value_and_grad`, which has none.
+    A step whose mean gradients are not all finite changes only the scale, which it divides by `factor`;
+    `growth_interval` good steps in a row multiply the scale by `factor`. The gradients are the same on all ranks, so
+    all ranks do the same. Parameters belong in float32 (see `mixed_precision`): divided by the scale again, small
+    gradients would vanish in float16 after all. A constant scale needs no such optimizer: return
+    `fddp.Weighted(loss, 2.0**15)`. Do so with `value_and_grad` too, which takes no optimizer.
 
     Args:
-      optimizer: any optax transformation, with the clipping that belongs to it: clipping before it would hide what is
-        infinite. It sees gradients without the scale.
+      optimizer: any optax transformation, with its clipping inside: clipping before it would hide infinite gradients.
+        It sees gradients without the scale.
       initial: first scale. Powers of two change no digit of a float32.
       growth_interval: good steps after which the scale grows.
-      factor: by which it grows and shrinks, more than 1.
-      minimum: smallest scale. Below 1, as a `Weighted` loss is multiplied by its weight already.
+      factor: factor by which the scale grows and shrinks, more than 1.
+      minimum: smallest scale. It may be below 1, as a `Weighted` loss is already multiplied by its weight.
       maximum: largest scale.
 
     Returns:
       The transformation; its state is a `DynamicScaleState`: look at `state.opt_state.scale`.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number is out of its range.
       TypeError: the parameters are float16 themselves; raised where the state is made.
 
     Example:
@@ -87,7 +88,7 @@ def dynamic_scale(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         finite = all_finite(updates)
         moved, moved_inner = inner.update(updates, state.inner, params, **extra)
-        # Minus zero is what every number, plus zero and minus zero too, can be added to without a change.
+        # Added to minus zero every number stays the same, plus zero and minus zero too.
         moved = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), moved)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved_inner, state.inner)
         good = jnp.where(finite, state.good_steps + 1, 0)
@@ -100,11 +101,11 @@ def dynamic_scale(
 
 
 def scaled(objective: Objective, opt_state: Any) -> Objective:
-    """An objective whose weight is multiplied by the scales in an optimizer's state, if there are any.
+    """Multiplies the weight of an objective by the scales in an optimizer's state, if there are any.
 
     Args:
       objective: the loss, from `make_objective`.
-      opt_state: an optimizer's state, with a `DynamicScaleState` anywhere in it or nowhere.
+      opt_state: an optimizer's state, with a `DynamicScaleState` anywhere in it, or none.
 
     Returns:
       The objective.
@@ -119,7 +120,7 @@ def scaled(objective: Objective, opt_state: Any) -> Objective:
 
 
 def scale_of(opt_state: Any) -> Any:
-    """The product of all scales in an optimizer's state; 1 without."""
+    """The product of all scales in an optimizer's state; 1 if there are none."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, DynamicScaleState))
     return math.prod(x.scale for x in nodes if isinstance(x, DynamicScaleState))
 

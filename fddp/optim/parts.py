@@ -1,10 +1,10 @@
-"""How an optimizer's update is made from parts of the leaves, as ranks hold them that share its state (ZeRO).
+"""Divides an optimizer's update over ranks that hold parts of the leaves and share its state (ZeRO).
 
-It is found in the update's program: what goes element by element is made from parts of any size, a norm from one sum
-over the ranks; a leaf whose elements are mixed, as Muon does, goes home for that, to one rank; and what mixes several
-leaves cannot be made so.
+The update's program tells how. Elementwise equations run on parts of any size. A norm takes one sum over the ranks. A
+leaf whose elements are mixed, as Muon does, is gathered for that on one rank, its home. An update that mixes several
+leaves cannot be divided.
 
-Source: ZeRO (Rajbhandari et al., SC 2020), whose optimizers are on the user's honour.
+Source: ZeRO (Rajbhandari et al., SC 2020), which trusts the user that the optimizer is elementwise.
 """
 
 from typing import Any, NamedTuple
@@ -21,25 +21,25 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 class Divided(NamedTuple):
-    """An optimizer's update, and how it is made from parts."""
+    """An optimizer's update, and the leaves that it needs whole."""
 
     program: ClosedJaxpr
     """(gradients, state, parameters, loss) → (updates, state), of whole arrays, flattened."""
     inputs: tuple[Kind, ...]
-    """What each of its arguments is; leaves are numbered as those of the parameters."""
+    """The kind of each of its arguments; leaves are numbered as those of the parameters."""
     home: dict[int, str]
-    """Leaves that go home for a part of it, and the first equation that needs them whole."""
+    """Leaves that are gathered at their home for a part of it → the first equation that needs them whole."""
     refused: dict[int, str]
-    """Leaves for which it cannot be made so, and why."""
+    """Leaves whose update cannot be divided → the reason."""
 
 
 def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SCALAR) -> Divided:
-    """Finds how an optimizer's update is made from parts.
+    """Divides an optimizer's update over ranks, as its program allows.
 
     Args:
       optimizer: any optax transformation.
-      params: the parameters that it trains, or their forms.
-      loss: the form of the mean loss, which optimizers get that ask for it.
+      params: the parameters that it trains, or their shapes and dtypes.
+      loss: shape and dtype of the mean loss, for optimizers that ask for it.
 
     Returns:
       The update's program, and the leaves that it needs whole, one or several at a time.
@@ -74,15 +74,16 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
 
 
 def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
-    """What the arrays of an optimizer's state are.
+    """Finds the kinds of the arrays of an optimizer's state.
 
     Args:
-      opt_state: the state, or its form.
-      params: the parameters that it is for.
-      of_params: a tree like them: which leaf each of them follows; None: they are numbered.
+      opt_state: the state, or its shapes and dtypes.
+      params: the parameters that it trains.
+      of_params: a tree like the parameters, with the kind of each; None: each follows the leaf of its own number.
 
     Returns:
-      A kind for each: what belongs to a parameter lies in parts as that does, one number is all ranks'.
+      A kind for each array: an array for a parameter lies in parts as the parameter does, a single number is equal on
+      all ranks.
     """
     if of_params is None:
         of_params = jax.tree.unflatten(jax.tree.structure(params), map(Follows, range(len(jax.tree.leaves(params)))))
@@ -99,7 +100,7 @@ def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
 
 
 def _alike(made: Kind, given: Kind) -> Kind:
-    """What comes in parts has to go on in them, or as equal numbers; what does not, not."""
+    """Refuses (makes `Whole`) a kind that differs from that of the step before; parts may become equal numbers."""
     match made, given:
         case Follows(leaf), Same():
             return Whole(frozenset({leaf}), "a state that is in parts only afterwards")

@@ -1,4 +1,4 @@
-"""Numbers that an optimizer writes down in its state, for whoever looks on.
+"""Reads numbers that an optimizer records in its state.
 
 Source: `snapshot` and `inject_hyperparams` in optax.
 """
@@ -8,19 +8,20 @@ from typing import Any
 import optax
 from jaxtyping import Array, Float
 
-# Where their states hold what they were given a name for. A parameter may have that name, too.
+# Fields in which the states of `snapshot` and `inject_hyperparams` hold named numbers. A parameter may have the same
+# name as a number, so the field is looked at too.
 HOLDERS = ("measurement", "hyperparams")
 
 
 def recorded(opt_state: Any, name: str) -> Float[Array, ""] | None:
-    """A number that an optimizer's state holds under a name.
+    """Finds a number that an optimizer's state holds under a name.
 
     Args:
-      opt_state: of any optax transformation.
-      name: of a measure of `optax.snapshot`, or of an argument of `optax.inject_hyperparams`.
+      opt_state: the state of any optax transformation.
+      name: name of a measure of `optax.snapshot`, or of an argument of `optax.inject_hyperparams`.
 
     Returns:
-      The number; None where there is none, or several.
+      The number; None if the state has none of this name, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax

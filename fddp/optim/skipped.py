@@ -1,6 +1,6 @@
-"""Steps whose gradients an optimizer skips by itself: a loss scale that has overflowed, `optax.apply_if_finite`.
+"""Finds steps whose gradients an optimizer has skipped by itself, as `dynamic_scale` and `optax.apply_if_finite` do.
 
-Each of them writes into its state that it did. A skipped step has trained on nothing.
+Their states tell that they did. A skipped step has trained on nothing.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def skipped(opt_state: Any, grads: Any) -> Bool[Array, ""] | None:
     """Tells whether an optimizer skipped the gradients of the step that made its state.
 
     Args:
-      opt_state: what its update returned.
+      opt_state: the state that its update returned.
       grads: the gradients that the update was given.
 
     Returns:
@@ -38,7 +38,7 @@ def skipped(opt_state: Any, grads: Any) -> Bool[Array, ""] | None:
 
 
 def _nodes(tree: Any) -> list[Any]:
-    """The states in a state that may tell of a skipped step, those inside of others too."""
+    """The states in a state that may tell of a skipped step, those inside others too."""
     outer = [x for x in jax.tree.leaves(tree, is_leaf=_tells) if _tells(x)]
     return [*outer, *(inner for node in outer for inner in _nodes(tuple(node)))]
 
@@ -52,6 +52,6 @@ def _skips(state: Any, grads: Any) -> list[Array]:
         return [~all_finite(grads)]
     if isinstance(state, optax.ApplyIfFiniteState):
         return [~jnp.asarray(state.last_finite)]
-    # Of `should_skip_update_fn`: without one it is ().
+    # `skip_state` is that of MultiSteps' `should_skip_update_fn`; without such a function it is ().
     told = state.skip_state.get("should_skip") if isinstance(state.skip_state, Mapping) else None
     return [] if told is None else [jnp.asarray(told)]

@@ -1,10 +1,10 @@
-"""An optimizer's update that leaves alone what a step did not use.
+"""Updates parameters with an optimizer, and leaves parameters alone that a step did not use.
 
-With a zero gradient a parameter would still move by momentum and weight decay; DDP leaves its `.grad` undefined, and
-torch's optimizers pass it over. Here the optimizer runs on everything, and what was not used is put back.
+With a zero gradient a parameter would still move by momentum and weight decay. DDP leaves its `.grad` undefined, and
+torch's optimizers pass over it. Here the optimizer runs on all parameters, and unused ones are put back.
 
-Beside the gradients an optimizer gets what optax's extra arguments ask for and a step knows: `value`, the mean loss,
-and `grad`. What asks for more is refused before anything runs.
+An optimizer gets the gradients, and those of optax's extra arguments that a step knows: `value`, the mean loss, and
+`grad`. An optimizer that asks for more is refused before anything runs.
 
 Source: `finalize_backward` in PyTorch's reducer.cpp, which keeps `.grad` of globally unused parameters undefined;
 `GradientTransformationExtraArgs` in optax.
@@ -23,7 +23,7 @@ import optax
 from fddp.optim.layout import map_state, masked
 from fddp.optim.local import LocalSteps, Optimizer
 
-# What optax's transformations call functions that compute the loss, or its gradients, at other parameters.
+# Names in optax's transformations of functions that compute the loss, or its gradients, at other parameters.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "value_fn": lambda params, **rest: optax.tree.sum(params),
     "obj_fn": lambda params: optax.tree.sum(params),
@@ -40,20 +40,20 @@ def update(
     *,
     value: Any = None,
 ) -> tuple[Any, Any]:
-    """Updates parameters and optimizer state; those of leaves that nobody used stay as they were, bit for bit.
+    """Updates parameters and optimizer state; those of leaves that no replica used stay as they were, bit for bit.
 
     Args:
       optimizer: any optax transformation.
-      grads: tree like the parameters.
+      grads: tree of gradients like the parameters.
       opt_state: the optimizer's state.
-      params: the parameters. Of `optax.LookaheadParams` the fast ones have gradients, and what holds for a leaf of
-        them holds for the slow one.
-      used: tree like the parameters: how many replicas used each leaf; None: all are used.
+      params: the parameters. In `optax.LookaheadParams` only the fast ones have gradients; a slow leaf counts as used
+        if its fast leaf is.
+      used: tree like the parameters, with the number of replicas that used each leaf; None: all are used.
       value: the loss, for optimizers that ask for it.
 
     Returns:
-      The parameters and the optimizer's state. What belongs to no single leaf (a count of steps, all of them in one
-      vector) always moves on.
+      The parameters and the optimizer's state. State that belongs to no single leaf (a count of steps, a vector of all
+      leaves) is always updated.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -79,11 +79,12 @@ def update(
 
 
 def check_needs(optimizer: Optimizer, params: Any = None) -> None:
-    """Refuses an optimizer that asks for what a step does not have; nothing is computed.
+    """Refuses an optimizer that asks for arguments which a step does not have; nothing is computed.
 
     Args:
-      optimizer: any optax transformation.
-      params: the parameters; None: some made up. What fails with these for other reasons (labels by path, say) passes.
+      optimizer: any optax transformation, or one of `local_steps`.
+      params: the parameters; None: made-up ones. An optimizer that fails with these for other reasons (labels by path,
+        say) passes.
 
     Raises:
       TypeError: it asks for a function of the loss, as line searches do, or for the gradient of each example.
@@ -101,12 +102,12 @@ def _check_needs(optimizer: optax.GradientTransformation, params: Any) -> None:
     else:
         gradients = [_fast(params)]
 
-    # As a step calls it; then with a function more, to see whether that is what was missing.
+    # The first trials call it as a step does; later ones pass one function more, to see whether it was missing.
     as_called = [(grads, {}) for grads in gradients]
     for grads, functions in [*as_called, *((gradients[0], {name: f}) for name, f in FUNCTIONS.items())]:
         try:
             updates = jax.eval_shape(partial(_first_updates, optimizer, functions), grads, params)
-        except Exception as error:  # not ours to judge: the next trial may work, and if none does the first step tells
+        except Exception as error:  # the next trial may work; if none does, the user's first step raises the same
             wanted = _missing(str(error))
         else:
             wanted = " and ".join(functions) or _other_form(updates, params)
@@ -122,7 +123,7 @@ def _check_needs(optimizer: optax.GradientTransformation, params: Any) -> None:
 
 
 def _updates(optimizer: Any, grads: Any, opt_state: Any, params: Any, **known: Any) -> tuple[Any, Any]:
-    """An update, given what it takes of what is known: not every transformation passes over the rest."""
+    """Calls an update with those of the known arguments that it takes: some transformations refuse the others."""
     while True:
         try:
             return optimizer.update(grads, opt_state, params, **known)
@@ -139,15 +140,16 @@ def _first_updates(optimizer: Any, functions: dict[str, Any], grads: Any, params
 
 
 def _missing(message: str) -> str:
-    """Keyword arguments that an update has not been given, as Python tells it; '' if that is not what it tells."""
+    """Reads in Python's message the keyword arguments that an update was not given; '' if it is another message."""
     told = re.search(r"missing \d+ required keyword-only arguments?: (.*)", message)
     names = re.findall(r"'(\w+)'", told[1]) if told else []
     return " and ".join(name for name in names if name not in ("value", "grad"))
 
 
 def _other_form(updates: Any, params: Any) -> str:
-    """What gradients an update asks for whose result is not like the parameters; '' if it is."""
-    (new, form), (old, like) = jax.tree.flatten(updates), jax.tree.flatten(params)
+    """Describes the gradients that an update asks for, if its result is not like the parameters; '' if it is."""
+    new, form = jax.tree.flatten(updates)
+    old, like = jax.tree.flatten(params)
     differing = [(np.shape(a), np.shape(b)) for a, b in zip(new, old) if form == like and np.shape(a) != np.shape(b)]
     if not differing:
         return ""
@@ -155,5 +157,5 @@ def _other_form(updates: Any, params: Any) -> str:
 
 
 def _fast(params: Any) -> Any:
-    """What has gradients: all but the slow ones of `optax.LookaheadParams`."""
+    """The parameters that have gradients: all but the slow ones of `optax.LookaheadParams`."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
