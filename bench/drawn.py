@@ -1,0 +1,345 @@
+"""Random configurations: a small problem, an optimizer, options and batches, all of them from one seed."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+
+COLUMNS = 8
+RATE = 0.05
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(RATE),
+    "momentum": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
+    # With an epsilon that is no smaller than what rounding makes of a gradient.
+    "adam": lambda: optax.adam(RATE, eps=1e-2),
+    "adamw": lambda: optax.adamw(RATE, eps=1e-2, weight_decay=0.1),
+    "clip, adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE, eps=1e-2)),
+    "lars": lambda: optax.lars(RATE, trust_coefficient=0.1),
+    "lion": lambda: optax.lion(RATE),
+    "rmsprop": lambda: optax.rmsprop(RATE, eps=1e-2),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(RATE, eps=1e-2), 2).gradient_transformation(),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(RATE, momentum=0.9), 5),
+}
+# Whose update may be as large as the rate, however small the gradient is.
+NORMED = ("adam", "adamw", "clip, adamw", "lars", "lion", "rmsprop", "MultiSteps")
+
+HOOKS: dict[str, Callable[[], fddp.Hook]] = {
+    "allreduce": fddp.hooks.allreduce,
+    "topk(1.0)": lambda: fddp.hooks.topk(1.0),
+    "chunks(1.0)": lambda: fddp.hooks.chunks(1.0, chunk=4),
+    "bf16": fddp.hooks.bf16,
+    "fp16": fddp.hooks.fp16,
+    "quantize": lambda: fddp.hooks.quantize(block=8),
+    "quantize without memory": lambda: fddp.hooks.quantize(error_feedback=False),
+    "topk(0.3)": lambda: fddp.hooks.topk(0.3),
+    "chunks(0.5)": lambda: fddp.hooks.chunks(0.5, chunk=4),
+    "powersgd": lambda: fddp.hooks.powersgd(2, start_step=1),
+    "bf16(powersgd)": lambda: fddp.hooks.bf16(fddp.hooks.powersgd(1, start_step=0)),
+    "adasum": fddp.hooks.adasum,
+    "starting": lambda: fddp.hooks.starting(1, fddp.hooks.fp16()),
+}
+EXACT = ("", "allreduce", "topk(1.0)", "chunks(1.0)")
+
+OUTER: dict[str, Callable[[], Any]] = {
+    "mean": lambda: optax.sgd(1.0),
+    "nesterov": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step."""
+
+    kind: str
+    """"step" or "no_sync"."""
+    batches: list[dict[str, Any]]
+    """One batch of rows; or several, which are taken as they are."""
+    active: tuple[bool, ...]
+    """Which replicas still have data; all of them without `fddp.join`."""
+    divisor_of_all: bool = True
+    """Whether those without data are counted."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A configuration."""
+
+    seed: int
+    x64: bool
+    replicas: int
+    dtypes: dict[str, str]
+    order: tuple[str, ...]
+    """In which the loss uses the leaves; a tied one twice, one that nobody uses never."""
+    form: frozenset[str]
+    """Of the loss: weighted, aux, model_state, rng, shared rng, branch."""
+    rows: str
+    """"rows", "stacked" or "joined"."""
+    optimizer: str
+    scale: bool
+    """Whether it is in `fddp.dynamic_scale`."""
+    hook: str
+    options: dict[str, Any]
+    ignored: str
+    local: dict[str, Any]
+    """Arguments of `fddp.local_steps`, its outer optimizer by name; empty without."""
+    infinite: bool
+    params: dict[str, Any] = field(repr=False)
+    calls: tuple[Call, ...] = field(repr=False)
+
+    @property
+    def dealt(self) -> int:
+        """Among how many replicas rows are dealt."""
+        return self.options.get("virtual_replicas") or self.replicas
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a replica, in a call."""
+        return self.options.get("accumulation_steps", 1)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Leaves with gradients."""
+        return tuple(name for name, dtype in self.dtypes.items() if dtype != "int32" and name != self.ignored)
+
+
+def draw(seed: int) -> Drawn:
+    """Draws a configuration; the same for the same seed."""
+    pick = random.Random(seed)
+    chance = lambda p: pick.random() < p  # noqa: E731
+    numbers = np.random.default_rng(seed)
+    x64, replicas = chance(0.35), pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
+    dtypes, params = _leaves(pick, numbers, x64)
+    order = list(dtypes)
+    pick.shuffle(order)
+    if chance(0.25) and len(order) > 1:
+        order.pop()  # a leaf that nobody uses
+    if chance(0.3):
+        order.append(order[0])  # tied
+
+    form = {name for name, p in FORMS.items() if chance(p)}
+    branch = "branch" in form and len(set(order)) > 1
+    form = form if branch else form - {"branch"}
+    rows = pick.choices(("rows", "stacked", "joined"), (7, 2, 2))[0]
+    optimizer = pick.choice(list(OPTIMIZERS))
+    local = _local(pick) if chance(0.22) else {}
+    hook = pick.choice(list(HOOKS)) if chance(0.25) else ""
+    options = _options(pick, replicas, bool(hook))
+    if hook:
+        options["hook"] = HOOKS[hook]()
+    dealt = options.get("virtual_replicas") or replicas
+    infinite = chance(0.15) and rows != "joined"
+    if infinite and chance(0.7):
+        options["skip_nonfinite"] = True
+    calls = _calls(pick, numbers, x64, dealt, options.get("accumulation_steps", 1), rows, infinite, bool(local))
+    return Drawn(
+        seed=seed,
+        x64=x64,
+        replicas=replicas,
+        dtypes=dtypes,
+        order=tuple(order),
+        form=frozenset(form),
+        rows=rows,
+        optimizer=optimizer,
+        scale=chance(0.15),
+        hook=hook,
+        options=options,
+        ignored=pick.choice(list(dtypes)) if chance(0.08) else "",
+        local=local,
+        infinite=infinite,
+        params=params,
+        calls=tuple(calls),
+    )
+
+
+FORMS = {"weighted": 0.3, "aux": 0.4, "model_state": 0.35, "rng": 0.25, "shared rng": 0.1, "branch": 0.12}
+
+
+def _leaves(pick: random.Random, numbers: np.random.Generator, x64: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    wide = ["float32", "float64"] if x64 else ["float32"]
+    families = [wide[-1:], ["float32"], wide, ["bfloat16"], ["float16"], ["float32", "bfloat16", "float16"]]
+    family = pick.choices(families, (6, 5, 3, 1.5, 1, 1))[0]
+    dtypes, params = {}, {}
+    for name in pick.sample("abcdefgh", pick.choice((2, 2, 2, 3, 3, 4, 5))):
+        dtype = pick.choice(family)
+        if pick.random() < 0.06:
+            dtype = "complex128" if dtype == "float64" else "complex64"
+        if pick.random() < 0.06 and dtypes:
+            dtype = "int32"
+        dims = pick.choice((0, 1, 1, 2, 2, 2, 3))
+        shape = tuple(pick.randint(1, 6) for _ in range(dims))
+        if pick.random() < 0.03:
+            shape = (0, 3)
+        if pick.random() < 0.15:
+            name, shape = f"table_{name}", (pick.choice((12, 60, 400)), pick.randint(1, 3))
+        values = numbers.normal(size=shape)
+        if dtype == "int32":
+            values = 3 * values
+        if dtype.startswith("complex"):
+            values = values + 1j * numbers.normal(size=shape)
+        dtypes[name] = dtype
+        params[name] = np.asarray(values).astype(jnp.dtype(dtype))
+    return dtypes, params
+
+
+def _options(pick: random.Random, replicas: int, hooked: bool) -> dict[str, Any]:
+    chance = lambda p: pick.random() < p  # noqa: E731
+    options: dict[str, Any] = {"schedule": pick.choice(("fused", "fused", "staged", "eager", "after"))}
+    draws: dict[str, tuple[float, Callable[[], Any]]] = {
+        "shard": (0.08 if hooked else 0.3, lambda: pick.choice(("optimizer", "state"))),
+        "bucket_cap_mb": (0.5, lambda: pick.choice((0, 0, 1e-5, 1e-4, [1e-5, 1e-4, 0]))),
+        "order": (0.1, lambda: "reverse"),
+        "groups": (0.08, lambda: _first_letter),
+        "accumulation_steps": (0.4, lambda: pick.choice((2, 3))),
+        "find_unused_parameters": (0.3, lambda: True),
+        "broadcast_buffers": (0.5, lambda: pick.choice((False, "mean"))),
+        "skip_nonfinite": (0.1, lambda: True),
+        "check_replicas_every": (0.15, lambda: pick.choice((1, 2))),
+        "donate": (0.3, lambda: False),
+        "virtual_replicas": (0.1, lambda: pick.choice((replicas, 2 * replicas, 6))),
+    }
+    options |= {name: value() for name, (p, value) in draws.items() if chance(p)}
+    if chance(0.5 if "find_unused_parameters" in options else 0.03):
+        options["skip_all_reduce_unused_params"] = True
+    return options
+
+
+def _first_letter(path: str) -> str | None:
+    return path[0] if path[0] in "abct" else None
+
+
+def _local(pick: random.Random) -> dict[str, Any]:
+    every = pick.choice((1, 2, 2, 3))
+    return {
+        "every": every,
+        "start": pick.choice((0, 0, 1)),
+        "fragments": pick.choice((1, 1, 2, every)),
+        "delay": pick.choice((0, 0, 1)),
+        "mix": pick.choice((0.0, 0.0, 0.5)),
+        "outer": pick.choice(list(OUTER)),
+    }
+
+
+def _calls(
+    pick: random.Random,
+    numbers: np.random.Generator,
+    x64: bool,
+    dealt: int,
+    micro_batches: int,
+    rows: str,
+    infinite: bool,
+    local: bool,
+) -> list[Call]:
+    kinds = ["step"] * (5 if local else 3)
+    if pick.random() < 0.25:
+        kinds.insert(pick.randrange(len(kinds)), "no_sync")
+    dtype = np.float64 if x64 and pick.random() < 0.7 else np.float32
+    uneven = pick.random() < 0.25 and rows != "stacked"
+    of_all = pick.random() < 0.5
+    base, bad = pick.randint(1, 3), pick.randrange(len(kinds))
+    calls = list[Call]()
+    for number, kind in enumerate(kinds):
+        count = pick.randint(1, 3) if uneven and number else base
+        parts = dealt * micro_batches
+        batches: list[dict[str, Any]]
+        if rows == "stacked":
+            batches = [_batch(numbers, dtype, count) | {"scale": dtype(numbers.uniform(1, 2))} for _ in range(parts)]
+        else:
+            batches = [_batch(numbers, dtype, parts * count)]
+        if infinite and number == bad:
+            x = pick.choice(batches)["x"]
+            x[pick.randrange(len(x))] = np.inf
+        active = [True] * dealt
+        if rows == "joined" and number > 0:
+            active = [pick.random() < 0.6 for _ in active]
+            active[pick.randrange(dealt)] = True
+        calls.append(Call(kind, batches, tuple(active), of_all))
+    return calls
+
+
+def _batch(numbers: np.random.Generator, dtype: Any, rows: int) -> dict[str, Any]:
+    return {
+        "x": numbers.normal(size=(rows, COLUMNS)).astype(dtype),
+        "y": numbers.normal(size=rows).astype(dtype),
+        "word": numbers.integers(0, 12, size=rows).astype(np.int32),
+        "tokens": numbers.integers(0, 4, size=rows).astype(dtype),
+    }
+
+
+def given(drawn: Drawn, call: Call) -> Any:
+    """A call's batch as a user gives it."""
+    if drawn.rows == "stacked":
+        return fddp.Stacked(call.batches)
+    if drawn.rows == "rows":
+        return call.batches[0]
+    each = len(call.batches[0]["y"]) // drawn.dealt
+    share = np.repeat(np.array(call.active, np.float32), each)
+    leads = np.zeros(len(share), bool)
+    leads[np.argmax(share)] = True
+    return fddp.Joined(call.batches[0], share, np.ones_like(share) if call.divisor_of_all else share, leads)
+
+
+def buffers(drawn: Drawn) -> Any:
+    """The model state at first, or None."""
+    dtype = np.float64 if drawn.x64 else np.float32
+    start = {"mean": np.zeros(COLUMNS, dtype), "count": np.int32(0)}
+    return start if "model_state" in drawn.form else None
+
+
+def keys(drawn: Drawn) -> Any:
+    """The random keys, or None."""
+    found = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
+    return found | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {}) or None
+
+
+def loss_of(drawn: Drawn) -> Callable[..., Any]:
+    """The loss of a configuration: a chain of its leaves, whose order is in no way that of the alphabet."""
+
+    def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+        x = batch["x"]
+        if model_state is not None:
+            x = x - 0.1 * model_state["mean"].astype(x.dtype)
+        h = jnp.zeros_like(batch["y"])
+        chain = drawn.order[:-2] if "branch" in drawn.form else drawn.order
+        for place, name in enumerate(chain):
+            h = jnp.tanh(0.5 * h + _term(params[name], name, place, x, batch["word"]))
+        if "branch" in drawn.form:
+            way = [lambda name=name: _term(params[name], name, 3, x, batch["word"]) for name in drawn.order[-2:]]
+            wide = jnp.result_type(*(jax.eval_shape(f).dtype for f in way))
+            h = jnp.tanh(0.5 * h + jax.lax.cond(batch["y"][0] > 0, *(lambda f=f: f().astype(wide) for f in way)))
+        rates = (h - batch["y"]) ** 2 * batch.get("scale", 1)
+        for key in jax.tree.leaves(rng):
+            rates = rates * (1 + 0.2 * jax.random.uniform(key, (), jnp.float32))
+        tokens = batch["tokens"].astype(rates.dtype)
+        weight, mean = jnp.sum(tokens), jnp.mean
+        if "weighted" in drawn.form:
+            mean = lambda x: jnp.sum(tokens * x) / jnp.maximum(weight, 1)  # noqa: E731
+        loss: Any = fddp.Weighted(mean(rates), weight) if "weighted" in drawn.form else mean(rates)
+        aux = {"distance": mean(jnp.abs(h))} if "aux" in drawn.form else None
+        if model_state is not None:
+            mean_x = jnp.mean(jnp.clip(batch["x"], -9, 9), axis=0).astype(model_state["mean"].dtype)
+            after = {"mean": 0.5 * model_state["mean"] + 0.5 * mean_x, "count": model_state["count"] + 1}
+            return loss, (after, aux)
+        return (loss, aux) if "aux" in drawn.form else loss
+
+    return loss_fn
+
+
+def _term(leaf: Any, name: str, place: int, x: Any, word: Any) -> Any:
+    """What one leaf adds for each row."""
+    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.real(leaf) * (1 + jnp.imag(leaf))
+    if name.startswith("table"):
+        return jnp.sum(leaf[word], axis=1)
+    if leaf.ndim == 2 and leaf.size:
+        return jnp.mean(x[:, : leaf.shape[0]] @ leaf, axis=1)
+    columns = x[:, (np.arange(leaf.size) + place) % COLUMNS]
+    return columns @ leaf.reshape(-1) / max(1.0, leaf.size**0.5)

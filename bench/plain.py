@@ -1,0 +1,310 @@
+"""What plain JAX makes of a drawn configuration, in float64: loops, `jax.grad`, optax, and nothing of a step's.
+
+Where the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers, random keys, branches,
+batches taken as they are, ranks without data) each replica's micro-batches are gone through one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+from bench.drawn import COLUMNS, OPTIMIZERS, OUTER, Call, Drawn, keys, loss_of
+
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**10, 2
+
+
+class Contribution(NamedTuple):
+    """Sums over micro-batches, weighed."""
+
+    grads: Any
+    loss: Any
+    aux: Any
+    weight: Any
+    divisor: Any
+    used: frozenset[str]
+
+
+class Own(NamedTuple):
+    """What a replica has: of those that train together the first one's is everybody's, but for the buffers."""
+
+    params: Any
+    """The trained leaves."""
+    opt_state: Any
+    buffers: Any
+    scale: float = INITIAL_SCALE
+    good: int = 0
+
+
+class Told(NamedTuple):
+    """What is to be seen after a step."""
+
+    params: Any
+    opt_state: Any
+    buffers: list[Any]
+    """Of each replica."""
+    loss: Any
+    aux: Any
+    scale: float
+    shared: Any = None
+    """Under `local_steps` the parameters of the last synchronization; `params` are then the mean."""
+    used: dict[str, int] | None = None
+
+
+def wide(tree: Any) -> Any:
+    """The same numbers in 64 bits; whole numbers as they are."""
+
+    def widened(x: Any) -> Any:
+        kinds = ((jnp.complexfloating, jnp.complex128), (jnp.floating, jnp.float64))
+        dtype = next((to for kind, to in kinds if jnp.issubdtype(x.dtype, kind)), x.dtype)
+        return np.asarray(x).astype(dtype)
+
+    return jax.tree.map(widened, tree)
+
+
+def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
+    """Trains as a configuration says.
+
+    Args:
+      drawn: the configuration.
+      fragments: names of the leaves that `local_steps` synchronizes together.
+
+    Returns:
+      What is to be seen after each step, calls of `no_sync` left out.
+    """
+    with jax.enable_x64(True):
+        return _Plain(drawn, fragments).run()
+
+
+class _Plain:
+    def __init__(self, drawn: Drawn, fragments: Sequence[Sequence[str]]) -> None:
+        self.drawn, self.fragments = drawn, fragments
+        self.inner, self.outer = OPTIMIZERS[drawn.optimizer](), OUTER[drawn.local.get("outer", "mean")]()
+        params = wide(drawn.params)
+        trained = {name: params[name] for name in drawn.trained}
+        self.fixed = {name: x for name, x in params.items() if name not in trained}
+        buffers = {"mean": np.zeros(COLUMNS), "count": np.int32(0)} if "model_state" in drawn.form else None
+        self.own = [Own(trained, jax.device_get(self.inner.init(trained)), buffers)] * drawn.dealt
+        self.shared, self.outer_state = trained, jax.device_get(self.outer.init(trained))
+        self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
+        slices = {"model_state", "rng", "shared rng", "branch"} & drawn.form
+        self.joined = not (slices or drawn.rows != "rows" or drawn.local)
+        self.step = 0
+        loss_fn = loss_of(drawn)
+
+        def objective(trained: Any, fixed: Any, batch: Any, buffers: Any, rng: Any) -> Any:
+            extra = {"model_state": buffers, "rng": rng}
+            value = loss_fn(trained | fixed, batch, **{name: x for name, x in extra.items() if x is not None})
+            value, aux = value if type(value) is tuple else (value, None)
+            after = None
+            if buffers is not None:
+                after, aux = aux  # pyright: ignore[reportGeneralTypeIssues]
+            loss, weight = value if isinstance(value, fddp.Weighted) else (value, jnp.float64(len(batch["y"])))
+            return loss, (weight, aux, after)
+
+        # Between programs there are arrays of NumPy: JAX would compile every sum.
+        gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        self.gradient = lambda *given: jax.device_get(gradient(*given))
+        self.update = {optimizer: _moved(optimizer) for optimizer in (self.inner, self.outer)}
+
+    def run(self) -> list[Told]:
+        told, pending = [], []
+        for call in self.drawn.calls:
+            pending.append(call)
+            if call.kind == "no_sync":
+                continue
+            self.step += 1
+            alone = self.drawn.local and self.step > self.drawn.local["start"]
+            told.append(self._alone(pending) if alone else self._together(pending))
+            pending = []
+        return told
+
+    # Steps that average gradients
+
+    def _together(self, pending: list[Call]) -> Told:
+        drawn = self.drawn
+        if self.joined:
+            of_all, live = [self._of_all(pending)], [None] * drawn.dealt
+        else:
+            of_all, live = map(list, zip(*(self._of_one(r, pending) for r in range(drawn.dealt))))
+        mean = _mean(of_all)
+        used = {name: sum(name in one.used for one in of_all) for name in drawn.trained}
+        own, skipped = self._updated(self.own[0], mean[0], {name for name in used if used[name]})
+        buffers = [one.buffers for one in self.own] if skipped else self._landed(live, pending[-1].active)
+        self.own = [own._replace(buffers=x) for x in buffers]
+        self.shared = own.params
+        loss, aux = mean[1:]
+        seen = None if self.joined else used
+        return Told(own.params, own.opt_state, buffers, loss, aux, own.scale, self.shared, seen)
+
+    def _landed(self, live: list[Any], active: Sequence[bool]) -> list[Any]:
+        """Everybody's buffers, once replicas have spoken."""
+        how = self.drawn.options.get("broadcast_buffers", True)
+        if live[0] is None or how is False:
+            return live
+        first = live[int(np.argmax(active))]
+        if how == "mean":
+            first = first | {"mean": sum(x["mean"] for x, here in zip(live, active) if here) / sum(active)}
+        return [first] * len(live)
+
+    # Steps of replicas that train alone
+
+    def _alone(self, pending: list[Call]) -> Told:
+        drawn, local = self.drawn, self.drawn.local
+        before, weights = list(self.own), self.weights.copy()
+        losses, trained_on = [], np.zeros(drawn.dealt)
+        for r in range(drawn.dealt):
+            one, live = self._of_one(r, pending)
+            grads, loss, aux = _mean([one._replace(divisor=one.weight)])
+            losses.append((loss, aux))
+            if one.weight > 0 or drawn.rows != "joined":
+                own, skipped = self._updated(self.own[r], grads, one.used)
+                self.own[r] = own if skipped else own._replace(buffers=live)
+                skips = skipped or drawn.scale or drawn.optimizer == "apply_if_finite"
+                trained_on[r] = 0 if skips and not _finite(grads) else one.weight
+        self.weights += trained_on[:, None]
+        alone = self.step - local["start"] - local["delay"]
+        every, count = local["every"], len(self.fragments)
+        due = [f for f in range(count) if alone > 0 and alone % every == f * every // count]
+        if due:
+            sent, weights = (before, weights) if local["delay"] else (self.own, self.weights)
+            self._synchronize(due[0], sent, weights, pending[-1])
+            self.weights[:, due[0]] = trained_on if local["delay"] else 0
+        mean = lambda *x: sum(x) / len(x)  # noqa: E731
+        params = jax.tree.map(mean, *(one.params for one in self.own))
+        buffers = [one.buffers for one in self.own]
+        loss, aux = losses[0]
+        return Told(params, None, buffers, loss, aux, self.own[0].scale, self.shared)
+
+    def _synchronize(self, fragment: int, sent: list[Own], weights: np.ndarray, call: Call) -> None:
+        of, names, mix = weights[:, fragment], self.fragments[fragment], self.drawn.local["mix"]
+        total = of.sum() or 1
+        change = {
+            name: sum(w * (self.shared[name] - one.params[name]) for w, one in zip(of, sent)) / total for name in names
+        }
+        grads = {name: change.get(name, np.zeros_like(x)) for name, x in self.shared.items()}
+        moved, after = self.update[self.outer](grads, self.outer_state, self.shared)
+        travels = lambda tree: {name: name in names for name in tree}  # noqa: E731
+        self.shared = {name: moved[name] if name in names else x for name, x in self.shared.items()}
+        self.outer_state = _put_back(self.outer, after, self.outer_state, travels(self.shared))
+        self.own = [
+            one._replace(
+                params=one.params
+                | {name: self.shared[name] + mix * (one.params[name] - self.shared[name]) for name in names}
+            )
+            for one in self.own
+        ]
+        if fragment == 0 and sent[0].buffers is not None:
+            first = sent[int(np.argmax(call.active))].buffers
+            here = [one.buffers["mean"] for one, active in zip(sent, call.active) if active]
+            landed = first | {"mean": sum(here) / len(here)}
+            self.own = [one._replace(buffers=landed) for one in self.own]
+
+    # What batches contribute
+
+    def _of_all(self, pending: list[Call]) -> Contribution:
+        batch = {name: np.concatenate([c.batches[0][name] for c in pending]) for name in pending[0].batches[0]}
+        (loss, (_, aux, _)), grads = self.gradient(self.own[0].params, self.fixed, wide(batch), None, None)
+        return Contribution(grads, loss, aux, 1, 1, self._used(batch))
+
+    def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
+        """What one replica's micro-batches contribute, and its buffers after them."""
+        drawn, own, live, number = self.drawn, self.own[replica], self.own[replica].buffers, 0
+        total: Any = None
+        for call in pending:
+            for k in range(drawn.micro_batches):
+                batch = self._part(call, replica * drawn.micro_batches + k)
+                rng = self._key(number, replica)
+                found = self.gradient(own.params, self.fixed, wide(batch), live, rng)
+                (loss, (weight, aux, live)), grads = found
+                weight = 1 if drawn.rows == "stacked" and "weighted" not in drawn.form else weight
+                share = weight if call.active[replica] else 0 * weight
+                divisor = weight if call.divisor_of_all else share
+                used = self._used(batch) if share > 0 else frozenset[str]()
+                times = partial(jax.tree.map, lambda x, share=share: share * x)
+                one = Contribution(times(grads), times(loss), times(aux), share, divisor, used)
+                total = one if total is None else _plus(total, one)
+                number += 1
+        return total, live
+
+    def _part(self, call: Call, number: int) -> Any:
+        """One micro-batch."""
+        if len(call.batches) > 1 or self.drawn.rows == "stacked":
+            return call.batches[number]
+        rows = len(call.batches[0]["y"]) // (self.drawn.dealt * self.drawn.micro_batches)
+        return {name: x[number * rows : (number + 1) * rows] for name, x in call.batches[0].items()}
+
+    def _key(self, number: int, replica: int) -> Any:
+        with_numbers = partial(reduce, jax.random.fold_in)
+        made, given = {}, keys(self.drawn) or {}
+        if "own" in given:
+            made["own"] = with_numbers((self.step - 1, number, replica), given["own"])
+        if "shared" in given:
+            made["shared"] = with_numbers((self.step - 1, number), given["shared"].key)
+        return made or None
+
+    def _used(self, batch: Any) -> frozenset[str]:
+        order = self.drawn.order
+        if "branch" in self.drawn.form:
+            order = (*order[:-2], order[-2] if batch["y"][0] > 0 else order[-1])
+        return frozenset(order)
+
+    # Updates
+
+    def _updated(self, own: Own, grads: Any, used: set[str] | frozenset[str]) -> tuple[Own, bool]:
+        """An update, and whether `skip_nonfinite` left it out."""
+        drawn, finite = self.drawn, _finite(grads)
+        if drawn.scale:
+            good = own.good + 1 if finite else 0
+            grows = good >= GROWTH_INTERVAL
+            scale = own.scale * 2 if finite and grows else own.scale if finite else own.scale / 2
+            own = own._replace(scale=scale, good=0 if grows else good)
+        if not finite and drawn.options.get("skip_nonfinite"):
+            return own, True
+        if not finite and drawn.scale:
+            return own, False
+        params, opt_state = self.update[self.inner](grads, own.opt_state, own.params)
+        if drawn.options.get("find_unused_parameters"):
+            params = {name: x if name in used else own.params[name] for name, x in params.items()}
+            opt_state = _put_back(self.inner, opt_state, own.opt_state, {name: name in used for name in params})
+        return own._replace(params=params, opt_state=opt_state), False
+
+
+def _moved(optimizer: Any) -> Callable[..., Any]:
+    """An update as one program: (gradients, state, parameters) → the parameters and the state."""
+
+    def moved(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    program = jax.jit(moved)
+    return lambda *given: jax.device_get(program(*given))
+
+
+def _plus(a: Contribution, b: Contribution) -> Contribution:
+    sums = jax.tree.map(np.add, a._replace(used=None), b._replace(used=None))  # type: ignore
+    return sums._replace(used=a.used | b.used)
+
+
+def _mean(found: list[Contribution]) -> tuple[Any, Any, Any]:
+    divisor = sum(one.divisor for one in found)
+    divisor = divisor if divisor else 1
+    add: Callable[..., Any] = lambda *x: sum(x) / divisor  # noqa: E731
+    return tuple(jax.tree.map(add, *(one[part] for one in found)) for part in range(3))  # type: ignore
+
+
+def _finite(grads: Any) -> bool:
+    return all(np.all(np.isfinite(x)) for x in jax.tree.leaves(grads))
+
+
+def _put_back(optimizer: Any, new: Any, old: Any, moves: dict[str, bool]) -> Any:
+    """An optimizer's state in which only what belongs to some leaves has moved."""
+    chosen = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, moved: moved, new, moves, transform_non_params=lambda _: True
+    )
+    return jax.tree.map(lambda moved, x, y: x if moved else y, chosen, new, old)
