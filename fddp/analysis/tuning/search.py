@@ -25,6 +25,7 @@ from fddp.comm import Group, verify
 from fddp.runtime import group_of
 from fddp.schedules import TRIED, Pace, observed_pace, outline, simulate
 from fddp.step import TrainStep, train_step
+from fddp.step.combinations import refuse
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 TURNS = 3
@@ -182,11 +183,8 @@ def tune(
             f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
             "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
         )
-    if options.get("virtual_replicas"):
-        raise ValueError(
-            "tune regroups the stages of an ordinary step, and virtual replicas have stages of their own: leave "
-            "virtual_replicas out, and give the step the cap that was found."
-        )
+    if count := options.get("virtual_replicas"):
+        refuse({"virtual_replicas": f"virtual_replicas={count}", "fddp.tune": "fddp.tune"})
     if not caps_mb:
         raise ValueError("caps_mb must hold at least one cap to choose from.")
     verify(group, "what to tune", lambda: [f"schedule {schedule}"])
