@@ -1,4 +1,4 @@
-"""What fddp reads of JAX that no version of it promises: the one place to mend when a new JAX has changed inside.
+"""All that fddp reads of JAX and no version of it promises: the one place to mend when a new JAX has changed inside.
 
 Elsewhere a program is only inputs, constants, equations and outputs, as `jax.extend.core` names them, and an equation
 its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everything here on the JAX that is installed.

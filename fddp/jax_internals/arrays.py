@@ -7,7 +7,7 @@ import jax
 
 
 def parts_here(x: jax.Array) -> Sequence[Any]:
-    """What of an array lies on each of this process's devices. Relies on `_arrays`, of random keys on `_base_array`.
+    """An array's parts on this process's devices. Relies on `_arrays`, of random keys on `_base_array`.
 
     The public `addressable_shards` makes a record of each part, which takes five times as long.
     """

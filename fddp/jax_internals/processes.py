@@ -1,4 +1,4 @@
-"""What JAX's processes say to each other."""
+"""Talk between JAX's processes."""
 
 from typing import Any
 

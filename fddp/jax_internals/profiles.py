@@ -1,4 +1,4 @@
-"""What the profiler has written."""
+"""Files that the profiler has written."""
 
 import warnings
 from pathlib import Path
@@ -14,11 +14,11 @@ class Event(NamedTuple):
     start_ns: float
     duration_ns: float
     stats: dict[str, Any]
-    """What else is told of it."""
+    """All else that the profiler tells of it."""
 
 
 class Plane(NamedTuple):
-    """Where events happened: the host, or an accelerator."""
+    """The place of events: the host, or an accelerator."""
 
     name: str
     events: tuple[Event, ...]

@@ -184,7 +184,7 @@ def contracted_dims(eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def scattered_rows(eqn: JaxprEqn) -> int:
-    """How many rows a scatter can write to, of the first dim of what it writes into; all, if it does not choose them.
+    """The number of rows that a scatter can write to, along the first dim of its operand; all, if it chooses none.
 
     Relies on the parameter `dimension_numbers` of `scatter`, and that places lie along all dims but the last.
     """

@@ -1,4 +1,4 @@
-"""What a user holds in his hand: `train_step` and `value_and_grad`, their options and their state.
+"""The user's side: `train_step` and `value_and_grad`, their options and their state.
 
 The first batch settles a step: the order of readiness, the plan, the programs. This room imports all others but data
 and analysis.

@@ -18,7 +18,7 @@ from fddp.losses import Joined
 
 
 class Buffers(NamedTuple):
-    """What becomes of buffers."""
+    """A rule for buffers."""
 
     send: Callable[[Communicator, Any, Any], tuple[Any, Any]]
     """(comm, model_state, rows) → what travels, to be summed over replicas, and what each replica keeps."""

@@ -43,7 +43,7 @@ def whole(group: Group, state: TrainState) -> Leaves:
 
 
 def handed_round(group: Group, saved: Saved | None) -> Saved | None:
-    """What rank 0 has read, on every rank.
+    """Gives every rank the checkpoint that rank 0 has read.
 
     Args:
       group: the replicas.
@@ -65,7 +65,7 @@ def handed_round(group: Group, saved: Saved | None) -> Saved | None:
 
 
 def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
-    """What was saved, in the form of a state and where its arrays lie.
+    """Lays a checkpoint out as a state of this group.
 
     Args:
       group: the replicas.

@@ -28,7 +28,7 @@ class Saved(NamedTuple):
     leaves: Leaves
     """Its arrays by their paths."""
     told: Mapping[str, Any]
-    """What was saved beside them."""
+    """Values that were saved beside them."""
 
 
 def opened(path: Path) -> Any:

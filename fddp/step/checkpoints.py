@@ -181,7 +181,7 @@ class Checkpoints:
         return self._step.group
 
     def _on_rank_0(self, act: Any) -> None:
-        """What rank 0 does for all; its error is everybody's."""
+        """Lets rank 0 act for all; its error is everybody's."""
 
         def describe() -> list[str]:
             if self._group.rank == 0:

@@ -1,4 +1,4 @@
-"""What a step refuses in each call, in the user's words, before JAX says it in its own."""
+"""Refusals of a step in each call, in the user's words, before JAX says it in its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -107,7 +107,7 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
 
 
 def check_rows(batch: Any, otherwise: str = "") -> int:
-    """How many rows a batch has.
+    """Counts the rows of a batch.
 
     Args:
       batch: what a user gave, or a step takes.
@@ -153,7 +153,7 @@ def inner_batch(batch: Any) -> Any:
 
 
 def _divided(replica: Replica) -> str:
-    """What to give where batches that are no rows are to be divided."""
+    """Advice for a batch that is no rows and is to be divided."""
     count = replica.micro_batches
     if count == 1:
         return ", as the first batch had: give rows each time, or fddp.Stacked([batch]) from the first one on"

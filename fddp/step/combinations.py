@@ -1,4 +1,4 @@
-"""What goes with what: the pairs of features that a step refuses, each with its reason and with what to do instead.
+"""Pairs of features that do not go together, each with its reason and with what to do instead.
 
 A pair that is not here works. `docs/combinations.md` shows the same table.
 """

@@ -125,7 +125,7 @@ def _alone(group: Group) -> Placement:
 
 
 def _own(group: Group, here: Placement, tree: Any) -> Any:
-    """What is equal on all replicas, as this process has it on its own devices; nothing is copied or sent."""
+    """A tree that is equal on all replicas, on this process's own devices alone; nothing is copied or sent."""
     tree = group.placement.place(tree, REPLICATED)
     if here.axis_name is None:
         return tree

@@ -50,7 +50,7 @@ Trained = tuple[TrainState, Any, Array]
 
 
 def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pieces, donate: bool) -> Runner:
-    """What a schedule makes of such a step: of each kind, when it is first due.
+    """Makes the runner of such a step; a schedule makes each kind of it when that is first due.
 
     Args:
       schedule: of the step.
@@ -211,7 +211,7 @@ class Local:
         return self.plan.treedef.flatten_up_to(grads), tail
 
     def _changed(self, plan: BucketPlan, fragment: int, local: LocalState, trained: Trained, rows: Any) -> Messages:
-        """What a replica has taken off a fragment's parameters, weighed by what it trained on; and its buffers."""
+        """Messages of a fragment: the weighted pseudo-gradient (shared − local) and this replica's buffers."""
         view, _, weights = trained
         weight, travels = weights[fragment], self._travels(plan)
         changes = jax.tree.map(

@@ -75,7 +75,7 @@ class OptionArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, repr=False)
 class Options:
-    """How gradients are bucketed, accumulated and sent: the keyword arguments of `train_step` and `value_and_grad`.
+    """Options of bucketing, accumulating and sending: the keyword arguments of `train_step` and `value_and_grad`.
 
     Attributes:
       bucket_cap_mb (25): a bucket is closed as soon as it holds so many MiB; 0: one leaf per bucket. A sequence has the

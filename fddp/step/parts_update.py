@@ -91,7 +91,7 @@ def _of_whole_leaves(update: Update, state: TrainState, mine: TrainState, mean: 
 
 
 def _ranks(comm: Communicator, stays: Mapping[int, Stay]) -> Ranks:
-    """What a replica knows of its parts, and how it talks to the others."""
+    """A replica's knowledge of its parts, and its way to talk to the others."""
     homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
 
     def exists(size: int) -> Array:

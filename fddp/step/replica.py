@@ -1,4 +1,4 @@
-"""What one replica does in a step: pure functions of (state, what is pending, rows), for schedules to launch.
+"""One replica's part of a step: pure functions of (state, what is pending, rows), for schedules to launch.
 
 It gathers contributions, packs them into messages, and when the sums come back it divides and uses them.
 """
@@ -39,13 +39,13 @@ class Replica:
     group: Group
     """The replicas."""
     options: Options
-    """How to bucket, accumulate and send."""
+    """Options of bucketing, accumulating and sending."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
     local_steps: LocalSteps | None = None
-    """How replicas train alone between synchronizations; None: they never do."""
+    """The optimizer of replicas that train alone between synchronizations; None: they never do."""
     loss: str = "loss_fn"
-    """What the user calls the loss."""
+    """The user's name for the loss."""
 
     def __post_init__(self) -> None:
         refuse(self.asked)
@@ -64,7 +64,7 @@ class Replica:
         return asked | ({LOCAL: LOCAL} if self.local_steps else {})
 
     def local(self, pack: Pack, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Messages, Any]:
-        """What this replica sends, and what it keeps for itself."""
+        """Makes the messages of this replica, and what it keeps for itself."""
         grads, pending, broken = self.gradients(state, pending, rows, self.options.accumulation_steps)
         tail, kept = self.tail(pending, rows)
         return pack(grads, tail), add_replica_dim((kept, broken))
@@ -81,18 +81,18 @@ class Replica:
         return grads, pending._replace(sums=pending.sums._replace(grads=())), broken
 
     def tail(self, pending: Pending, rows: Any) -> tuple[Any, Any]:
-        """What travels behind gradients, and what of the buffers this replica keeps."""
+        """Values that travel behind gradients, and the buffers that this replica keeps."""
         sent, kept = self.buffers.send(self.group.communicator, pending.model_state, rows)
         # What is used comes first: by it a reduction knows whether a bucket needs to be sent.
         return (pending.sums.used, pending.sums._replace(used=None), sent), kept
 
     @property
     def replicas(self) -> int:
-        """How many there are; of virtual ones, if these are asked for."""
+        """The number of replicas; of virtual ones, if these are asked for."""
         return self.options.virtual_replicas or self.group.size
 
     def virtual(self, number: Any) -> "Replica":
-        """What one of so many virtual replicas does, which has a number of its own."""
+        """The part of one virtual replica, which has a number of its own."""
         comm = replace(self.group.communicator, size=self.replicas, replica_index=lambda: number)
         return replace(self, group=replace(self.group, communicator=comm))
 
@@ -103,18 +103,18 @@ class Replica:
 
     @property
     def buffers(self) -> Buffers:
-        """What becomes of the model state."""
+        """The rule for the model state."""
         return {True: broadcast, "mean": average, False: keep}[self.options.broadcast_buffers]()
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
-        """How the messages are summed over replicas."""
+        """The sums of the messages over replicas."""
         asks_first = self.options.skip_all_reduce_unused_params
         return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None, self.group.size)
 
     def mean(
         self, plan: BucketPlan, unpack: Unpack, state: TrainState, messages: Messages, kept: Any, sent: Any
     ) -> Mean:
-        """What the replicas have in common, from the sums over all of them."""
+        """Divides the sums over all replicas into what they have in common."""
         came, (used, sums, buffers) = unpack(messages)
         chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
@@ -150,7 +150,7 @@ class Replica:
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
     def remembered(self, params: Any) -> Any:
-        """What the hook of one replica remembers at first: for each trained leaf, in a tree like the parameters."""
+        """The first memory of one replica's hook: for each trained leaf, in a tree like the parameters."""
         if self.options.hook is None:
             return ()
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
@@ -158,13 +158,13 @@ class Replica:
         return add_replica_dim(memory) if jax.tree.leaves(memory) else ()
 
     def memory_form(self, params: Any) -> Any:
-        """What the hooks of all replicas remember, as shapes."""
+        """The memory of all replicas' hooks, as shapes."""
         share = self.group.placement.replicas_in_array
         forms = jax.eval_shape(self.remembered, params)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
 
     def described_groups(self, params: Any) -> list[str]:
-        """Which of the trained leaves are to travel together, to be compared."""
+        """Lines that tell which trained leaves are to travel together, to be compared."""
         names = _names(params)
         return described_groups([names[i] for i in self.chosen(params)], self.options.groups)
 
@@ -174,11 +174,11 @@ class Replica:
 
     @property
     def micro_batches(self) -> int:
-        """How many there are in this process's batch."""
+        """The number of micro-batches in this process's batch."""
         return self.replicas // self.group.processes * self.options.accumulation_steps
 
     def accumulate(self, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Pending, Sums]:
-        """What is pending when these rows are added, and their own mean loss and aux."""
+        """Adds these rows to what is pending; also returns their own mean loss and aux."""
         sums, pending = self._gather(state, pending, rows, self.options.accumulation_steps)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
 
@@ -187,7 +187,7 @@ class Replica:
         return contribute(*self._given(state, part)).sums
 
     def paths(self, state: TrainState, part: Any) -> tuple[bool, ...]:
-        """Which of the trained leaves have a path to the loss of one micro-batch; all of them, where nobody asks."""
+        """Marks the trained leaves that have a path to the loss of one micro-batch; all of them, where nobody asks."""
         asked = self.options.find_unused_parameters
         return reached(*self._given(state, part)) if asked else (True,) * len(self.chosen(state.params))
 
@@ -197,7 +197,7 @@ class Replica:
         return objective, self.chosen(state.params), state.params, start, self._key(state, start), part
 
     def chosen(self, params: Any) -> tuple[int, ...]:
-        """Which leaves are trained: those that can have a gradient and are not to be ignored."""
+        """Numbers of the leaves that are trained: they can have a gradient and are not to be ignored."""
         names, ignore = _names(params), self.options.ignore or (lambda name: False)
         return tuple(i for i in differentiable(jax.tree.leaves(params)) if not ignore(names[i]))
 
@@ -244,7 +244,7 @@ def with_trained(params: Any, trained: Any) -> Any:
 
 
 def _broken(grads: Sequence[Array]) -> Array:
-    """Which gradients are not all finite."""
+    """Marks the gradients that are not all finite."""
     return jnp.stack([~jnp.all(jnp.isfinite(x)) for x in grads])
 
 

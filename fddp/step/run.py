@@ -125,7 +125,7 @@ def lower(settled: Settled, given: Given) -> jax.stages.Lowered:
 
 
 def tasks(settled: Settled, state: TrainState, given: Given) -> TaskList:
-    """What a step with arguments of this form launches."""
+    """The tasks that a step with arguments of this form launches."""
     return settled.runner.tasks(*_of_one_replica(settled, state, given[-1]))
 
 

@@ -1,4 +1,4 @@
-"""What a schedule makes a step of: replicas that are whole, share a state, train alone, or stand for virtual ones."""
+"""The pieces that a schedule makes a step of: of replicas that are whole, in shards, alone, or virtual."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

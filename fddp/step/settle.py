@@ -42,12 +42,12 @@ class Settled(NamedTuple):
     """A step, once a batch is known."""
 
     replica: Replica
-    """What one replica does; it counts rows in units of the first batch's."""
+    """One replica's part of the step; it counts rows in units of the first batch's."""
     plan: BucketPlan
     specs: TrainState
     """A tree like the state: where the parts of each array lie, if a replica is several devices."""
     runner: Runner
-    """What the schedule made of the step."""
+    """The step as the schedule runs it."""
     schedule: str
     """The name of the schedule."""
     accumulate: jax.stages.Wrapped
@@ -243,7 +243,7 @@ def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJ
 
 
 def _paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
-    """Which of the trained leaves have a path to the loss."""
+    """Marks the trained leaves that have a path to the loss."""
     found: list[tuple[bool, ...]] = []
 
     def program(state: TrainState, batch: Any) -> None:

@@ -105,18 +105,18 @@ def _gathered_first(parts: "Parts", order: Sequence[int]) -> Pieces:
 
 
 class Before(NamedTuple):
-    """What a replica has when a micro-batch begins, as it crosses a program's border."""
+    """A replica's values when a micro-batch begins, as they cross a program's border."""
 
     params: Any
     """Whole parameters; None: those of the state are."""
     pending: Any
-    """What is pending, without the gradients that were sent."""
+    """Everything that is pending, without the gradients that were sent."""
     broken: Any = None
-    """Which of this replica's own gradients were not all finite, where that is asked."""
+    """Marks this replica's own gradients that were not all finite, where that is asked."""
     sums: tuple[tuple[Array, ...], ...] = ()
     """Its parts of the sums of gradients that came back, a bucket each: terms that are still to be added."""
     number: Any = np.zeros(1, np.int32)
-    """Of the micro-batch."""
+    """The micro-batch's number."""
 
 
 def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], Before]) -> list[Round]:
@@ -171,7 +171,7 @@ class Parts:
 
     @property
     def scatters(self) -> tuple[Reduction, ...]:
-        """How gradients are summed: each replica gets its parts of the sum, and all of loss and metrics."""
+        """The sums of gradients: each replica gets its parts, and all of loss and metrics."""
         size = self.replica.group.size
 
         def scatter(message: Message, one: Reduction) -> Reduction:
@@ -200,7 +200,7 @@ class Parts:
         )
 
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
-        """How buckets of parameters come to all replicas, in this order."""
+        """The gathers that bring buckets of parameters to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
         return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather", apply=None) for k in order)
 
@@ -243,7 +243,7 @@ class Parts:
         return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
 
     def sent(self, info: StepInfo, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> StepInfo:
-        """With the bytes of each bucket, there and back; at the end of what travels alone, or inside of the update."""
+        """Adds the bytes of each bucket, there and back; the last number counts scalars and the update's messages."""
         before, last = jnp.split(of_scatters, [of_scatters.size - len(self.plan.messages)])
         of_buckets = by_bucket(self.plan, last).at[np.array(order, int)].add(of_gathers)
         of_earlier = before.reshape(-1, len(self.plan.buckets)).sum(0, dtype=jnp.uint32)

@@ -1,4 +1,4 @@
-"""What of a state its replicas hold in shards, what one of them holds, and what cannot be held so.
+"""The parts of a state that replicas hold in shards, what one of them holds, and what cannot be held so.
 
 Source: ZeRO (Rajbhandari et al., SC 2020).
 """
@@ -22,7 +22,7 @@ from fddp.step.state import TrainState
 
 
 def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> tuple[Any, Any, Any]:
-    """What a step holds of a state, of which each replica makes its own parts; inside a program.
+    """Cuts a state into what a step holds of it; inside a program, where each replica makes its own parts.
 
     Args:
       replica: what one replica does.

@@ -19,7 +19,7 @@ class Skips:
 
     def __init__(self) -> None:
         self.count = 0
-        """How many, as far as is known."""
+        """The number of them, as far as is known."""
         self._going = deque[tuple[int, StepInfo]]()
 
     def note(
@@ -61,5 +61,5 @@ class Skips:
 
 
 def _here(x: Any) -> list[np.ndarray]:
-    """What each of this process's replicas has."""
+    """The values of each of this process's replicas."""
     return [np.asarray(shard.data) for shard in x.addressable_shards]

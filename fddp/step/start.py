@@ -108,7 +108,7 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
 
 
 def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
-    """What must be equal on all ranks before anything is sent, line by line; raises what is wrong with it."""
+    """Describes, line by line, all that must be equal on all ranks before anything is sent; raises what is wrong."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
     check_needs(optimizer, replica.trained(params))

@@ -1,4 +1,4 @@
-"""What a step carries on, and what its replicas have in common when they have spoken."""
+"""The state that a step carries on, and the means that its replicas have in common."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -34,9 +34,9 @@ class TrainState(NamedTuple):
     model_state: Any
     """Buffers, BatchNorm's statistics say; None without."""
     hook_state: Any
-    """What the communication hook remembers for each trained leaf, each replica's own along a first dim."""
+    """The communication hook's memory for each trained leaf, each replica's own along a first dim."""
     accumulated: Pending | None
-    """What `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: nothing."""
+    """Sums that `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: none."""
     rng: Any
     """A random key; None without."""
 
@@ -119,7 +119,7 @@ def _is_promise(x: Any) -> bool:
 
 
 class StepInfo(NamedTuple):
-    """What a step tells: the same on every rank after a step, of this process's first replica after `no_sync` and where
+    """A step's report: the same on every rank after a step, of this process's first replica after `no_sync` and where
     `fddp.local_steps` lets replicas train alone."""
 
     loss: Float[Array, ""]
@@ -127,21 +127,21 @@ class StepInfo(NamedTuple):
     aux: Any = None
     """The loss's metrics, averaged as the loss is; None without."""
     used: Any = None
-    """With `find_unused_parameters`: a tree like the parameters, how many replicas used each leaf since the last
+    """A tree like the parameters, with `find_unused_parameters`: how many replicas used each leaf since the last
     synchronization; 0 for leaves that are not trained."""
     learning_rate: Float[Array, ""] | None = None
-    """Of this step, where the optimizer has it in its state: made by `optax.inject_hyperparams`, with one of them."""
+    """This step's, where the optimizer has it in its state: made by `optax.inject_hyperparams`, with one of them."""
     grad_norm: Float[Array, ""] | None = None
-    """Of the mean gradients, where the optimizer takes it: with `optax.snapshot("grad_norm", optax.tree.norm)` at the
+    """The mean gradients' norm, where the optimizer takes it: `optax.snapshot("grad_norm", optax.tree.norm)` at the
     head of its chain."""
     sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
     """Bytes that each replica sent for each sum over replicas: one for each bucket of the plan, and at the end for what
     travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed, and p − 1 times those of
     rows."""
     skipped: Bool[Array, ""] | None = None
-    """With `skip_nonfinite`: whether the step changed nothing, as its mean gradients are not all finite."""
+    """Whether the step changed nothing, as its mean gradients are not all finite; with `skip_nonfinite`."""
     broken: Bool[Array, " leaves"] | None = None
-    """With `skip_nonfinite`: which of the trained leaves' gradients were not finite on this very replica."""
+    """Marks the trained leaves whose gradients were not finite on this very replica; with `skip_nonfinite`."""
 
 
 class Mean(NamedTuple):
@@ -157,4 +157,4 @@ class Mean(NamedTuple):
     used: Any = None
     """A tree like the parameters: how many replicas used each leaf. None where nobody asks."""
     broken: Bool[Array, " leaves"] | None = None
-    """Which of the trained leaves' gradients are not finite on this very replica. None where nobody asks."""
+    """Marks the trained leaves whose gradients are not finite on this very replica. None where nobody asks."""

@@ -41,7 +41,7 @@ class TrainStep:
         self._check = comparing(replica.group, replica.options.check_replicas_every)
         self._settled: Settled | None = None
         self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=100), Skips()
-        """How many steps this object has run, when the last hundred computed and communicated, and which it skipped."""
+        """The number of steps that this object has run, the timelines of the last hundred, and the steps it skipped."""
         self.sent: Any = None  # `StepInfo.sent` of the last of them
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
@@ -134,7 +134,7 @@ class TrainStep:
         return state, StepInfo(means.loss, means.aux)
 
     def timeline(self) -> Timeline:
-        """When the last step computed and communicated.
+        """The times at which the last step computed and communicated.
 
         Raises:
           ValueError: the step is one program (schedule "fused"), inside which only a profiler can see.
@@ -177,7 +177,7 @@ class TrainStep:
         return lower(self._settled, given)
 
     def tasks(self, state: TrainState, batch: Any) -> TaskList:
-        """What a step launches: what is computed, what is sent, and what each waits for.
+        """The tasks that a step launches: computing, messages, and what each of them waits for.
 
         Args:
           state: as for a step; `jax.ShapeDtypeStruct`s will do, from `shapes`.
@@ -217,7 +217,7 @@ class TrainStep:
 
     @property
     def options(self) -> Options:
-        """How gradients are bucketed, accumulated and sent."""
+        """The options of bucketing, accumulating and sending."""
         return self._replica.options
 
     @property

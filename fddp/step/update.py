@@ -1,4 +1,4 @@
-"""What a training step does with averaged gradients: one update of the optimizer, on every replica."""
+"""One update of the optimizer by averaged gradients, on every replica."""
 
 from typing import Any
 

@@ -116,7 +116,7 @@ def _joined(parts: Sequence[jax.Array], forms: Sequence[tuple[tuple[int, ...], b
 
 
 def _mean(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Of copies; of whole numbers the first."""
+    """The mean of copies; of whole numbers the first copy."""
     size = prod(shape)
     each = parts.reshape(parts.size // size, *shape) if size else jnp.zeros((1, *shape), parts.dtype)
     return jnp.mean(each, axis=0).astype(each.dtype) if jnp.issubdtype(each.dtype, jnp.inexact) else each[0]

@@ -98,7 +98,9 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
             assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
             step(state, rows(2, 1))  # by then the others are over
         wanted = f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {says}" if says else ""
-        assert told.getvalue().startswith(wanted) and bool(told.getvalue()) == bool(says), told.getvalue()
+        lines = [line for line in told.getvalue().splitlines() if "bring the same first rows" not in line]
+        words = "\n".join(lines)
+        assert words.startswith(wanted) and bool(words) == bool(says), told.getvalue()
 
 
 @claim(sizes=(3, 4))
