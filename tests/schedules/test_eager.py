@@ -221,7 +221,7 @@ def test_a_timeline_tells_what_lay_between_the_begin_and_the_end_of_its_step(gro
 def test_eager_is_for_all_of_a_state_and_for_losses_without_collectives(group: Groups):
     with pytest.raises(ValueError, match="Give shard='state', or no shard at all"):
         fddp.train_step(tied_net, optax.adam(0.05), group=group(2), schedule="eager", shard="optimizer")
-    with pytest.raises(ValueError, match=r"collectives of its own \(psum"):
+    with pytest.raises(ValueError, match=r"collectives in the loss \(psum"):
         step = fddp.train_step(
             lambda w, x: jax.lax.psum(jnp.mean(w * x), "replica"), optax.sgd(0.1), group=group(2), schedule="eager",
             shard="state",
