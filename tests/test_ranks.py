@@ -42,7 +42,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
         names = selected(request, backend, size, "claim")
-        outcome = launch(backend, size, "hold_claims.py", folder, *names, folder=folder, timeout_s=300)
+        outcome = launch(backend, size, "hold_claims.py", folder, *names, folder=folder, timeout_s=480)
         return outcome, [read(folder / f"{rank}.json") for rank in range(size)]
 
     return job
