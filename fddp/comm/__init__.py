@@ -20,6 +20,7 @@ from fddp.comm.communicator import mpi_word as mpi_word
 from fddp.comm.group import Group as Group
 from fddp.comm.journal import BETWEEN as BETWEEN
 from fddp.comm.journal import FAILED as FAILED
+from fddp.comm.journal import LEFT as LEFT
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.lane import Lane as Lane
 from fddp.comm.meanwhile import reports as reports

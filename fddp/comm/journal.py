@@ -23,7 +23,8 @@ WAIT_S = 0.01
 BETWEEN = "between steps"
 FINISHED = "finished"
 FAILED = "failed"
-ENDS = (FINISHED, FAILED)  # a script ends in one of these two states
+LEFT = "left the world"  # this process goes on alone
+ENDS = (FINISHED, FAILED, LEFT)  # a rank comes to one of these states, for good
 STEP = "step"  # before the first task of a step, when it may compile
 LAUNCHED = "launched"  # when the step is under way in XLA
 
@@ -165,9 +166,9 @@ class Journal:
             self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
-        """Notes what the main thread begins. Nothing replaces the note that the script has ended.
+        """Notes what the main thread begins. Nothing replaces the note that this rank has come to its end.
 
-        Python calls handlers at its exit after that, and the last steps may still be under way.
+        After it Python may call handlers at its exit, and the last steps may still be under way.
         """
         with self._lock:
             self._doing = self._doing if self._doing in ENDS else doing

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from fddp.comm import Group, Journal, mesh_group, poll, replica_mesh
+from fddp.comm import LEFT, Group, Journal, mesh_group, poll, replica_mesh
 from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client
 from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
@@ -20,7 +20,6 @@ from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch
 from fddp.runtime.rendezvous import meet
 from fddp.runtime.watchdog import shared_journal, watched
-from fddp.runtime.watcher.rank import LEFT
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or jax.devices() was called), and "

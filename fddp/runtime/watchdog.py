@@ -34,6 +34,7 @@ from fddp.comm.journal import (
     FINISHED,
     HEAD,
     HEADS,
+    LEFT,
     MESSAGE,
     MESSAGES,
     PLACE,
@@ -102,7 +103,7 @@ def watched(
     places = {"doing": DOING, "sending": SENDING, "place": PLACE, "ending": ENDING, "port": PORT, "stopping": STOPPING}
     ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
     stop = {"answer": ANSWER.format, "answered": ANSWERED, "proposal": PROPOSAL.format, "proposed": PROPOSED}
-    done = {"done": (FINISHED, FAILED), "heads": HEADS}
+    done = {"done": (FINISHED, FAILED), "left": LEFT, "heads": HEADS}
     ends = {"stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
     job = own | memory | places | ring | stop | done | ends

@@ -261,7 +261,7 @@ class OnItsWay:
         return self.over
 
 
-@pytest.mark.parametrize("end", ["finished", "failed"])
+@pytest.mark.parametrize("end", ["finished", "failed", "left the world"])
 def test_a_script_that_has_ended_stays_so_while_its_last_step_is_under_way(end: str):
     journal, result = Journal(bytearray(SIZE), 2), OnItsWay()
     with journal.step(2):

@@ -16,8 +16,6 @@ from typing import Any
 
 from .links import EVERY_S
 
-LEFT = "left the world"  # a rank that goes on alone writes this down
-
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Makes a function that reads what the rank wrote down."""
@@ -47,7 +45,7 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
             "place": text(job["place"]) if still > lifeless + EVERY_S else "",  # where it has been since it moved last
             "doing": text(job["doing"]),
             "done": text(job["doing"]) in job["done"],
-            "left": text(job["doing"]) == LEFT,
+            "left": text(job["doing"]) == job["left"],
             "sending": text(job["sending"]),
             "stopped": stopped(job["parent"]),
             "told": bool(memory[job["stopping"]]),
