@@ -3,14 +3,15 @@
 A step is Σ w·g / Σ w over everything that it sums. Losses in 16 bits are made here. This room imports jaxpr.
 """
 
+from fddp.losses.batches import Joined as Joined
 from fddp.losses.batches import Stacked as Stacked
 from fddp.losses.batches import Undivided as Undivided
 from fddp.losses.batches import count_rows as count_rows
 from fddp.losses.batches import is_rows as is_rows
 from fddp.losses.batches import lists_of_numbers as lists_of_numbers
 from fddp.losses.batches import taken as taken
+from fddp.losses.batches import unjoined as unjoined
 from fddp.losses.batches import unlike as unlike
-from fddp.losses.objective import Joined as Joined
 from fddp.losses.objective import Objective as Objective
 from fddp.losses.objective import Value as Value
 from fddp.losses.objective import Weighted as Weighted

@@ -1,4 +1,5 @@
-"""A process's batch: rows that are divided among its replicas and micro-batches, or whole batches that are not.
+"""A process's batch: rows that are divided among its replicas and micro-batches, whole batches that are not, and either
+of them with how much it counts.
 
 Arrays with equal first dims are rows. Anything else (a graph, a packed sequence, a constant beside the rows) is taken
 as it is by a single replica with a single micro-batch. For several the user gives one batch for each. These are
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import ArrayLike, Bool, Float
 
 
 class Stacked(NamedTuple):
@@ -40,6 +42,20 @@ class Undivided(NamedTuple):
     """The batches, stacked along a first dim."""
 
 
+class Joined(NamedTuple):
+    """A batch that counts only in part; `fddp.join` yields them."""
+
+    rows: Any
+    """The batch, in a form that a step takes."""
+    share: Float[ArrayLike, " rows"]
+    """Factor of each row (or batch that is taken as it is) in gradients and loss: 1, or 0 when its rank has run out of
+    data."""
+    divisor: Float[ArrayLike, " rows"]
+    """Factor of each row in the weight by which the sum is divided."""
+    leads: Bool[ArrayLike, " rows"] | None = None
+    """Marks the row whose replica gives all others its buffers; None: replica 0 does, as without `join`."""
+
+
 def taken(batch: Any, count: int, *, undivided: bool | None = None) -> Any:
     """Brings a batch into the form that programs take; a batch that has no such form is left as it is.
 
@@ -51,12 +67,19 @@ def taken(batch: Any, count: int, *, undivided: bool | None = None) -> Any:
     Returns:
       A tree of rows, or an `Undivided`. Any other batch cannot be divided, and `fddp.step.checks` refuses it.
     """
+    if isinstance(batch, Joined):
+        return batch._replace(rows=taken(batch.rows, count, undivided=undivided))
     if isinstance(batch, Stacked):
         batches = list(batch.batches)
         return _stacked(batches) if len(batches) == count and not unlike(batches) else batch
     as_it_is = not is_rows(batch) if undivided is None else undivided
     alone = as_it_is and count == 1 and jax.tree.leaves(batch) and not lists_of_numbers(batch)
     return _stacked([batch]) if alone else batch
+
+
+def unjoined(batch: Any) -> Any:
+    """A batch without what `fddp.join` says of it."""
+    return batch.rows if isinstance(batch, Joined) else batch
 
 
 def is_rows(batch: Any) -> bool:

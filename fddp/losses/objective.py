@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from fddp.losses.batches import Undivided
+from fddp.losses.batches import Joined, Undivided
 
 
 class Weighted(NamedTuple):
@@ -22,20 +22,6 @@ class Weighted(NamedTuple):
     """The mean."""
     weight: Any
     """A number of 0 or more, a constant for the gradient."""
-
-
-class Joined(NamedTuple):
-    """A batch that counts only in part; `fddp.join` yields them."""
-
-    rows: Any
-    """The batch, in a form that a step takes."""
-    share: Float[ArrayLike, " rows"]
-    """Factor of each row (or batch that is taken as it is) in gradients and loss: 1, or 0 when its rank has run out of
-    data."""
-    divisor: Float[ArrayLike, " rows"]
-    """Factor of each row in the weight by which the sum is divided."""
-    leads: Bool[ArrayLike, " rows"] | None = None
-    """Marks the row whose replica gives all others its buffers; None: replica 0 does, as without `join`."""
 
 
 class Value(NamedTuple):

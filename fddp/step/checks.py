@@ -11,7 +11,7 @@ from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
-from fddp.losses import Joined, Stacked, count_rows, is_rows, lists_of_numbers, unlike
+from fddp.losses import Joined, Stacked, count_rows, is_rows, lists_of_numbers, unjoined, unlike
 from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
@@ -119,7 +119,7 @@ def check_rows(batch: Any, otherwise: str = "") -> int:
     Raises:
       ValueError: there are no arrays, or they have unequally many rows.
     """
-    inner = inner_batch(batch)
+    inner = unjoined(batch)
     if isinstance(inner, Stacked):
         wrong = unlike(inner.batches) or f"it holds {len(inner.batches)}"
         raise ValueError(f"fddp.Stacked holds batches of equal forms, and {wrong}{otherwise}.")
@@ -147,11 +147,6 @@ def check_filled(batch: Any) -> None:
         )
 
 
-def inner_batch(batch: Any) -> Any:
-    """A batch without what `fddp.join` says of it."""
-    return batch.rows if isinstance(batch, Joined) else batch
-
-
 def _divided(replica: Replica) -> str:
     """Advice for a batch that is no rows and is to be divided."""
     count = replica.micro_batches
@@ -162,7 +157,7 @@ def _divided(replica: Replica) -> str:
 
 
 def _shares(replica: Replica) -> str:
-    """Among what a batch is divided."""
+    """The replicas and micro-batches that share a batch."""
     virtual = "virtual " if replica.options.virtual_replicas else ""
     count = replica.replicas // replica.group.processes
     return f"{count} {virtual}replicas × {replica.options.accumulation_steps} micro-batches"

@@ -9,11 +9,11 @@ from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
-from fddp.losses import Sums
+from fddp.losses import Sums, taken
 from fddp.schedules import Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
-from fddp.step.settle import Settled, Use, admit, rows_of, settle
+from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState, opened, promised
 from fddp.step.whole import whole
 
@@ -41,7 +41,7 @@ def ready(
     # Taken apart once: after a step of large arrays its leaves are far from the cache.
     given = opened(state) if settled and settled.runner.promises else state
     leaves, tree = jax.tree.flatten(given)
-    rows = rows_of(replica, batch, undivided=settled and settled.undivided)
+    rows = taken(batch, replica.micro_batches, undivided=settled and settled.undivided)
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, rows, call)

@@ -18,10 +18,10 @@ from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, described, specs, trace, verify
 from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
-from fddp.losses import Joined, Undivided, taken
+from fddp.losses import Undivided, unjoined
 from fddp.optim import LocalState
 from fddp.schedules import Runner, Schedule, after, eager, fused, staged
-from fddp.step.checks import check_batch, check_memory, check_params, check_paths, inner_batch
+from fddp.step.checks import check_batch, check_memory, check_params, check_paths
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
@@ -116,7 +116,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
             *described("loss and aux", told),
         ]
 
-    tell_same_rows(group, verify(group, "batch or loss", describe, partial(digest, inner_batch(batch))))
+    tell_same_rows(group, verify(group, "batch or loss", describe, partial(digest, unjoined(batch))))
     ((order, uses, reach, schedule, told),) = found
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
@@ -148,7 +148,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
         held=held_form(group.placement, held),
-        undivided=isinstance(inner_batch(batch), Undivided),
+        undivided=isinstance(unjoined(batch), Undivided),
     )
 
 
@@ -156,22 +156,6 @@ def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, 
     if not replica.local_steps:
         return replica.accumulate(state, pending, rows)
     return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
-
-
-def rows_of(replica: Replica, batch: Any, *, undivided: bool | None) -> Any:
-    """A batch as programs take it, with what `fddp.join` says of it.
-
-    Args:
-      replica: what one replica does.
-      batch: what a user gave.
-      undivided: whether the batches of a settled step are taken as they are; None: it is not settled.
-
-    Returns:
-      The batch; left as it is where it cannot be divided.
-    """
-    if isinstance(batch, Joined):
-        return batch._replace(rows=taken(batch.rows, replica.micro_batches, undivided=undivided))
-    return taken(batch, replica.micro_batches, undivided=undivided)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:
