@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, verify
 from fddp.jaxpr import refuse_deleted
-from fddp.losses import Stacked, Weighted, check_callable, count_rows, is_rows
+from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
 from fddp.step.checks import check_filled, refuse_transformations
 from fddp.step.state import TrainState
@@ -140,9 +140,9 @@ def _own(group: Group, here: Placement, tree: Any) -> Any:
 
 def _dealt(group: Group, here: Placement, batch: Any, rows: int) -> Any:
     """A batch on this process's devices: dealt out among its replicas, or whole on each where that cannot be."""
-    replicas = group.size // group.processes
-    check_filled(batch)
-    dealt = is_rows(batch) and rows % replicas == 0
+    if rows < 2:
+        check_filled(batch)
+    dealt = rows > 1 and rows % (group.size // group.processes) == 0
     return here.place(batch, here.per_replica if dealt else REPLICATED)
 
 
