@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.comm import Group
+from fddp.comm import BESIDE, Group
 
 ROWS = 8
-BYTES = 16
 
 
 def digest(batch: Any) -> bytes:
@@ -23,12 +22,16 @@ def digest(batch: Any) -> bytes:
       batch: this process's rows.
 
     Returns:
-      `BYTES` bytes; zeros where there is nothing to tell: of rows of one number, which are made up for a trial.
+      As many bytes as may travel beside a comparison. None where there is nothing to tell: of forms, of arrays that
+      other processes hold a part of, and of rows of one number, which are made up for a trial.
     """
-    arrays = [_first_rows(x) for x in jax.tree.leaves(batch)]
-    if any(x is None for x in arrays) or not any(x is not None and x.size and np.any(x != x.flat[0]) for x in arrays):
-        return bytes(BYTES)
-    return sha256(b"".join(x.tobytes() for x in arrays if x is not None)).digest()[:BYTES]
+    leaves = jax.tree.leaves(batch)
+    if not all(map(_is_here, leaves)):
+        return b""
+    arrays = [_first_rows(x) for x in leaves]
+    if all(x.size == 0 or np.all(x == x.flat[0]) for x in arrays):
+        return b""
+    return sha256(b"".join(x.tobytes() for x in arrays)).digest()[:BESIDE]
 
 
 def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
@@ -50,10 +53,13 @@ def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
             )
 
 
-def _first_rows(x: Any) -> np.ndarray | None:
-    """The first rows of an array on the host; None for the form of one, or if other processes hold a part of it."""
-    if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return None
+def _is_here(x: Any) -> bool:
+    """Whether this process has all of an array."""
+    return not isinstance(x, jax.ShapeDtypeStruct) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
+
+
+def _first_rows(x: Any) -> np.ndarray:
+    """The first rows of an array, on the host."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x[:ROWS]) if np.ndim(x) else np.asarray(x)
