@@ -33,7 +33,7 @@ from fddp.buckets import (
     unpack,
     widened,
 )
-from fddp.comm import Group, add_replica_dim, drop_replica_dim
+from fddp.comm import Group, add_replica_dim, drop_replica_dim, verify
 from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
 from fddp.optim import LocalState, LocalSteps, scale_of, skipped, update
@@ -93,8 +93,12 @@ def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pie
         return runner.lower(state, pending, shards, (), rows)  # type: ignore
 
     def rehearse_fragments(*arguments: Any) -> None:
-        for fragment in range(local.steps.fragments):
-            rehearse(group, local.sends(fragment), *arguments)
+        def describe() -> list[str]:
+            for fragment in range(local.steps.fragments):
+                rehearse(group, local.sends(fragment), *arguments)
+            return []
+
+        verify(group, "synchronizations", describe)
 
     return Runner(
         run,
