@@ -43,8 +43,21 @@ def run_on_parts(
     Returns:
       The next state, in shards where this one is; and what the step tells.
     """
-    if comm.size == 1:
-        return _of_whole_leaves(update, state, mine, mean)
+    run = _run_on_whole_leaves if comm.size == 1 else partial(_run_on_parts, replica, comm)
+    new, info = run(update, state, mine, mean)
+
+    def shard(old: Any, new: Any) -> Any:
+        # What an optimizer has set anew is a number of any size.
+        return replace(old, parts=spread(new, old.parts.shape)) if is_shard(old) else new
+
+    held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
+    return new._replace(params=held[0], opt_state=held[1]), info
+
+
+def _run_on_parts(
+    replica: Replica, comm: Communicator, update: Update, state: TrainState, mine: TrainState, mean: Mean
+) -> tuple[TrainState, StepInfo]:
+    """Runs the update's program where it goes element by element on parts, and else with the other replicas."""
     forms = jax.tree.map(_form, whole_forms(state))
     params, treedef = jax.tree.flatten(forms.params)
     chosen = set(replica.chosen(forms.params))
@@ -59,35 +72,27 @@ def run_on_parts(
         program, out = jax.make_jaxpr(update, return_shape=True)(forms, form_of_mean)
     given = jax.tree.leaves(inputs, is_leaf=_is_kind)
     run = on_parts(program, given, _ranks(comm, stays(program, given)))
-    new, info = jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
-
-    def shard(old: Any, new: Any) -> Any:
-        # What an optimizer has set anew is a number of any size.
-        return replace(old, parts=spread(new, old.parts.shape)) if is_shard(old) else new
-
-    held = jax.tree.map(shard, (state.params, state.opt_state), (new.params, new.opt_state), is_leaf=is_shard)
-    return new._replace(params=held[0], opt_state=held[1]), info
+    return jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
 
 
-def _of_whole_leaves(update: Update, state: TrainState, mine: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-    """Runs an update where a replica's parts are all of each leaf: any optimizer's goes."""
-
-    def whole(x: Any, like: Any) -> Any:
-        return x if x is None else x.reshape(like.shape)
-
+def _run_on_whole_leaves(
+    update: Update, state: TrainState, mine: TrainState, mean: Mean
+) -> tuple[TrainState, StepInfo]:
+    """Runs the update of one replica alone, whose parts are whole leaves laid flat: any optimizer's goes."""
     forms = whole_forms(state)
-    params = jax.tree.map(whole, mine.params, forms.params)
-    opt_state = jax.tree.map(lambda x: whole(x.parts, x) if is_shard(x) else x, state.opt_state, is_leaf=is_shard)
-    grads = jax.tree.map(whole, mean.grads, forms.params, is_leaf=lambda x: x is None)
+    flat = mine.params, jax.tree.map(lambda x: x.parts if is_shard(x) else x, state.opt_state, is_leaf=is_shard)
+    params, opt_state = _in_form_of((forms.params, forms.opt_state), flat)
+    grads = _in_form_of(forms.params, mean.grads)
     new, info = update(mine._replace(params=params, opt_state=opt_state), mean._replace(grads=grads))
-    flat = jax.tree.map(lambda x, like: x.reshape(like.shape), new.params, mine.params)
-    held = jax.tree.map(
-        lambda old, new: replace(old, parts=new.reshape(-1)) if is_shard(old) else new,
-        (state.params, state.opt_state),
-        (flat, new.opt_state),
-        is_leaf=is_shard,
+    params, opt_state = _in_form_of(flat, (new.params, new.opt_state))
+    return new._replace(params=params, opt_state=opt_state), info
+
+
+def _in_form_of(forms: Any, tree: Any) -> Any:
+    """Arrays in other shapes of as many elements; None stays."""
+    return jax.tree.map(
+        lambda x, form: x if x is None else x.reshape(form.shape), tree, forms, is_leaf=lambda x: x is None
     )
-    return new._replace(params=held[0], opt_state=held[1]), info
 
 
 def _ranks(comm: Communicator, stays: Mapping[int, Stay]) -> Ranks:
