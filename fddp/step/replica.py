@@ -5,7 +5,7 @@ It gathers contributions, packs them into messages, and when the sums come back 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -56,7 +56,7 @@ class Replica:
                 f"{self.replicas}: each stands for equally many. Give {fit}, or train on fewer."
             )
 
-    @property
+    @cached_property
     def asked(self) -> dict[str, str]:
         """The features that its step has, by their names in `combinations`, and how each was given."""
         axes = ", ".join(map(repr, self.group.placement.other_axes))
