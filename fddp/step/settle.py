@@ -5,7 +5,7 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,6 +66,20 @@ class Settled(NamedTuple):
     """Whether the ranks' compiled programs are known to send the same."""
 
 
+class Seen(NamedTuple):
+    """The facts that one rank reads off the gradients' program."""
+
+    order: Sequence[int]
+    """The trained leaves, as their gradients become ready."""
+    uses: Sequence[int]
+    """The place in the forward pass at which each leaf is first used."""
+    reach: tuple[Sequence[bool], Sequence[int]]
+    """Marks of the trained leaves that have a path to the loss, and the number of rows that each gradient touches."""
+    schedule: Schedule
+    told: Any
+    """The forms of loss and aux."""
+
+
 def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
     """Settles a step; every rank calls it with its first batch.
 
@@ -83,38 +97,19 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
       ValueError: the batch does not fit, or ranks differ; on every rank.
       TypeError: the loss returns something else than promised.
     """
-    held, state = state, whole_forms(state)
+    held = state
+    state = whole_forms(state)
     if isinstance(state.opt_state, LocalState):
         state = state._replace(opt_state=state.opt_state.inner)  # which a replica goes by
-    group, options, chosen = replica.group, replica.options, replica.chosen(state.params)
-    found: list[tuple[Any, ...]] = []
+    group = replica.group
+    options = replica.options
+    chosen = replica.chosen(state.params)
+    found = list[Seen]()
 
     def describe() -> Iterable[str]:
-        check_batch(replica, state, batch)
-        if options.virtual_replicas:
-            check_order(replica)
-        check_memory(replica, state)
-        check_state(replica, held)
-        program, told = _gradients(replica, state, batch)
-        order = chosen[::-1] if options.order == "reverse" else _ready(program, chosen)
-        # The state comes first: the number of the step, then the parameters.
-        uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
-        touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
-        schedule = _schedule(replica, program)
-        found.append((order, uses, (_paths(replica, state, batch), touched), schedule, told))
-        return [
-            f"call {call}",
-            repr(options),
-            f"schedule {name_of(schedule)}",
-            f"plan {replica.provisional_plan(state.params).digest}",
-            *replica.described_groups(state.params),
-            f"group.local {group.local}",
-            *described("batch", batch),
-            *described("parameter", state.params),
-            *described("model_state", state.model_state),
-            *described("rng", state.rng),
-            *described("loss and aux", told),
-        ]
+        seen = _look(replica, held, state, batch)
+        found.append(seen)
+        return [f"call {call}", *_described(replica, state, batch, seen)]
 
     # A process alone has nobody to compare its rows with.
     beside = partial(digest, unjoined(batch)) if group.processes > 1 else bytes
@@ -138,20 +133,53 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
 
     used = partial(use, replica, where)
-    own, donated = group.placement.per_replica, (2,) if options.donate else ()
-    in_specs, out_specs = (REPLICATED, own, own, own), (own, REPLICATED)
+    own = group.placement.per_replica
+    specs_of_sums = (REPLICATED, own, own, own), (own, REPLICATED)
+    donated = (2,) if options.donate else ()
     return Settled(
         replica=replica,
         plan=plan,
         specs=where,
         runner=runner_of(schedule, replica, plan, state, batch, told, uses, used),
         schedule=name_of(schedule),
-        accumulate=group.placement.program(partial(_accumulate, replica), in_specs, out_specs, donate=donated),
+        accumulate=group.placement.program(partial(_accumulate, replica), *specs_of_sums, donate=donated),
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
         held=held_form(group.placement, held),
         undivided=isinstance(unjoined(batch), Undivided),
     )
+
+
+def _look(replica: Replica, held: TrainState, state: TrainState, batch: Any) -> Seen:
+    """Checks the state and the first batch, and reads the gradients' program."""
+    check_batch(replica, state, batch)
+    if replica.options.virtual_replicas:
+        check_order(replica)
+    check_memory(replica, state)
+    check_state(replica, held)
+    chosen = replica.chosen(state.params)
+    program, told = _gradients(replica, state, batch)
+    order = chosen[::-1] if replica.options.order == "reverse" else _ready(program, chosen)
+    # The state comes first: the number of the step, then the parameters.
+    uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
+    touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
+    return Seen(order, uses, (_paths(replica, state, batch), touched), _schedule(replica, program), told)
+
+
+def _described(replica: Replica, state: TrainState, batch: Any, seen: Seen) -> list[str]:
+    """Lines that must be equal on all ranks."""
+    return [
+        repr(replica.options),
+        f"schedule {name_of(seen.schedule)}",
+        f"plan {replica.provisional_plan(state.params).digest}",
+        *replica.described_groups(state.params),
+        f"group.local {replica.group.local}",
+        *described("batch", batch),
+        *described("parameter", state.params),
+        *described("model_state", state.model_state),
+        *described("rng", state.rng),
+        *described("loss and aux", seen.told),
+    ]
 
 
 def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
@@ -205,7 +233,8 @@ def _ready(program: ClosedJaxpr, chosen: tuple[int, ...]) -> tuple[int, ...]:
 def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
     """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
 
-    virtual, placement = replica.options.virtual_replicas, replica.group.placement
+    virtual = replica.options.virtual_replicas
+    placement = replica.group.placement
     own = replica.virtual(jnp.int32(0)) if virtual else replica
 
     def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
@@ -219,13 +248,14 @@ def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJ
         unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
         if unbound is None:
             raise
-        if virtual:
-            refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
-        axis = replica.group.axis_name
-        there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
-        raise ValueError(
-            f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has {there}."
-        ) from None
+    # Not in there: JAX's own words would be shown above these.
+    if virtual:
+        refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
+    axis = replica.group.axis_name
+    there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
+    raise ValueError(
+        f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has {there}."
+    )
 
 
 def _paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
@@ -246,7 +276,9 @@ def _part(replica: Replica, batch: Any) -> Any:
 
 def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     """The schedule that was asked for, or the one that overlaps here."""
-    group, asked, own = replica.group, replica.options.schedule, collectives(program)
+    group = replica.group
+    asked = replica.options.schedule
+    own = collectives(program)
     axes = group.placement.other_axes
     if own:
         refuse(replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(own))})"})
