@@ -1,15 +1,15 @@
 """A step of replicas that train alone, and synchronize a fragment of their parameters now and then.
 
-Which of three steps it is its number says: one that averages gradients, as any other; one of each replica alone, which
-sends nothing; or one of these that also sends what the replica has taken off a fragment's parameters since they were
-equal, for an outer optimizer.
+There are three kinds. In the first all replicas average gradients, as in any other step. In the second each replica
+trains alone, and sends nothing. The third is the second that also sends the pseudo-gradient of a fragment (shared −
+local parameters) to an outer optimizer.
 
 Source: Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025); what `fddp.local_steps` names besides.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -33,81 +33,19 @@ from fddp.buckets import (
     unpack,
     widened,
 )
-from fddp.comm import Group, add_replica_dim, drop_replica_dim, verify
+from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
 from fddp.optim import LocalState, LocalSteps, scale_of, skipped, update
-from fddp.schedules import Pieces, Promise, Round, Runner, Schedule, rehearse
+from fddp.schedules import Pieces, Round
 from fddp.step.buffers import average
 from fddp.step.replica import Replica, by_bucket, with_trained
 from fddp.step.state import Mean, StepInfo, TrainState
 
-TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 GIVEN = ("state", "pending", "shards", "rows")
 RANGE = jnp.bfloat16  # weights of many steps times their changes outgrow float16, and no dtype of this range
 # A state as one replica sees it, what the step tells, and how much it has trained on.
 Trained = tuple[TrainState, Any, Array]
-
-
-def local_runner(schedule: Schedule, local: "Local", group: Group, together: Pieces, donate: bool) -> Runner:
-    """Makes the runner of such a step; a schedule makes each kind of it when that is first due.
-
-    Args:
-      schedule: of the step.
-      local: the step.
-      group: the replicas.
-      together: the pieces of a step that averages gradients.
-      donate: whether programs may reuse the state's memory.
-
-    Returns:
-      The runner, which counts steps as `state.step` does.
-    """
-
-    @cache
-    def of_kind(kind: int | None) -> Runner:
-        others = {TOGETHER: lambda: local.together(together), None: local.alone}
-        return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
-
-    first = of_kind(0)
-    last: list[Any] = [None, 0, first]  # the step's number as it was returned last, that number, and who ran it
-
-    def due(state: TrainState) -> tuple[Runner, int]:
-        if isinstance(state.step, jax.ShapeDtypeStruct):
-            return first, 0
-        # The number itself is not asked for, where it is known: it may still be computed.
-        step = state.step
-        if isinstance(step, Promise) and step is not last[0]:
-            step = step.result()
-        number = last[1] + 1 if step is last[0] else int(jax.device_get(step)) + 1
-        steps = local.steps
-        return of_kind(TOGETHER if number <= steps.start else steps.sends(number)), number
-
-    def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
-        runner, number = due(state)
-        result, shards, _ = runner.run(state, pending, shards, (), rows)
-        last[:] = result[0].step, number, runner
-        return result, shards, memory
-
-    def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
-        runner, _ = due(state)
-        return runner.lower(state, pending, shards, (), rows)  # type: ignore
-
-    def rehearse_fragments(*arguments: Any) -> None:
-        def describe() -> list[str]:
-            for fragment in range(local.steps.fragments):
-                rehearse(group, local.sends(fragment), *arguments)
-            return []
-
-        verify(group, "synchronizations", describe)
-
-    return Runner(
-        run,
-        None if first.lower is None else lower,
-        None if first.timeline is None else lambda: last[2].timeline(),
-        lambda state, *rest: due(state)[0].tasks(state, *rest),
-        first.promises,
-        rehearse_fragments,
-    )
 
 
 def own_view(state: TrainState, shards: Any) -> TrainState:
@@ -196,8 +134,10 @@ class Local:
 
     def _trained(self, state: TrainState, shards: Any, kept: Any) -> Trained:
         """A step of the inner optimizer."""
-        view, weight = own_view(state, shards), _own(join(state, shards)).opt_state.weight
-        (sums, active), kept = drop_replica_dim(kept[0]), kept[1]
+        view = own_view(state, shards)
+        weight = _own(join(state, shards)).opt_state.weight
+        sums, active = drop_replica_dim(kept[0])
+        kept = kept[1]
         nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
         mean = self._solo.mean(self.plan, self._unpacked, view, sums, kept, nothing)  # type: ignore
         new, info = self.update(view, mean)
@@ -217,7 +157,8 @@ class Local:
     def _changed(self, plan: BucketPlan, fragment: int, local: LocalState, trained: Trained, rows: Any) -> Messages:
         """Messages of a fragment: the weighted pseudo-gradient (shared − local) and this replica's buffers."""
         view, _, weights = trained
-        weight, travels = weights[fragment], self._travels(plan)
+        weight = weights[fragment]
+        travels = self._travels(plan)
         changes = jax.tree.map(
             lambda goes, old, new: (weight * (old - new)).astype(at_least(old.dtype, RANGE)) if goes else None,
             travels,
@@ -232,7 +173,8 @@ class Local:
     ) -> tuple[LocalState, TrainState]:
         """A step of the outer optimizer, and with what this replica goes on."""
         buckets, (weight, buffers) = take_tail(plan, messages)
-        weight, travels = jnp.where(weight == 0, 1, weight), self._travels(plan)
+        weight = jnp.where(weight == 0, 1, weight)
+        travels = self._travels(plan)
         came = iter(x for x in plan.treedef.flatten_up_to(unpack(plan, buckets)) if x is not None)
         grads = jax.tree.map(
             lambda goes, x: (next(came) / weight).astype(x.dtype) if goes else jnp.zeros_like(x), travels, local.shared
@@ -267,7 +209,8 @@ class Local:
 
     def _fragment(self, fragment: int) -> tuple[list[int], BucketPlan, tuple[Reduction, ...]]:
         """Numbers of a fragment's buckets, a plan of them alone, and how they are summed."""
-        count, ends = len(self.plan.buckets), [0, *accumulate(bucket.nbytes for bucket in self.plan.buckets)]
+        count = len(self.plan.buckets)
+        ends = [0, *accumulate(bucket.nbytes for bucket in self.plan.buckets)]
         if count < self.steps.fragments:
             raise ValueError(
                 f"local_steps cannot make {self.steps.fragments} fragments of {count} "

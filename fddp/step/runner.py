@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, unpack_parts
 from fddp.comm import specs
 from fddp.schedules import Pieces, Round, Runner, Schedule
-from fddp.step.local import Local, local_runner
+from fddp.step.local import Local
+from fddp.step.local_runner import local_runner
 from fddp.step.replica import Replica
 from fddp.step.sharded import sharded_pieces
 from fddp.step.state import Mean, TrainState
@@ -42,7 +43,8 @@ def runner_of(
     Returns:
       The runner.
     """
-    options, group = replica.options, replica.group
+    options = replica.options
+    group = replica.group
     if options.virtual_replicas:
         return virtual_runner(schedule, virtual_step(replica, plan, state, batch, use), group, options.donate)
     if options.shard:
@@ -66,7 +68,8 @@ def _whole_pieces(
     use: Callable[[TrainState, Mean], Any],
 ) -> Pieces:
     """The pieces of a step that every replica does as a whole."""
-    axes, where = replica.group.placement.other_axes, specs(replica.group.placement, state.params)
+    axes = replica.group.placement.other_axes
+    where = specs(replica.group.placement, state.params)
 
     def unpack(messages: Messages) -> tuple[list[Any], Any]:
         return unpack_parts(axes, plan, messages, where)
@@ -77,7 +80,8 @@ def _whole_pieces(
     def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         return use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
 
-    given, sums = ("state", "pending", "rows"), replica.reductions(plan, state.params)
+    given = ("state", "pending", "rows")
+    sums = replica.reductions(plan, state.params)
     buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
     first = {name: min(uses[i] for i in bucket.leaves) for name, bucket in buckets.items() if name != plan.carrier.name}
     return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)
