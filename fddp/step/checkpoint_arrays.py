@@ -78,11 +78,13 @@ def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
     Raises:
       ValueError: the checkpoint is of another model, optimizer or hook, or has gradients pending and `like` has not.
     """
-    named, before = _named(like), saved.told["replicas"]
+    named = _named(like)
+    before = saved.told["replicas"]
     forgotten = {name for name in named if _part(name) == "hook_state" and before != group.size}
     wanted = [f"{name} {_form(group, name, x)}" for name, x in named.items() if name not in forgotten]
     got = [f"{name} {x.dtype}{list(x.shape)}" for name, x in saved.leaves.items() if name not in forgotten]
-    more, less = [x for x in got if x not in wanted], [x for x in wanted if x not in got]
+    more = [x for x in got if x not in wanted]
+    less = [x for x in wanted if x not in got]
     if more or less:
         pending = any(_part(name) == "accumulated" for name in saved.leaves) and like.accumulated is None
         advice = "; its gradients were pending: give a state that step.no_sync returned" if pending else ""

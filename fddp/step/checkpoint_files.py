@@ -75,7 +75,8 @@ def write(manager: Any, saved: Saved, keep: int) -> None:
     """
     import orbax.checkpoint as ocp
 
-    folder, number = Path(manager.directory), saved.number
+    folder = Path(manager.directory)
+    number = saved.number
     if number in manager.all_steps():  # a damaged one, or one of a run that went on from an older one
         manager.delete(number)
     try:
@@ -132,7 +133,8 @@ def _read(manager: Any, number: int) -> Saved:
             raise ValueError
     except ValueError:
         raise ValueError(f"{LIST} is damaged") from None
-    listed, files = json.loads(text), _files(folder)
+    listed = json.loads(text)
+    files = _files(folder)
     for name, digest in listed["files"].items():
         if files.get(name) != digest:
             raise ValueError(f"{name} is {'damaged' if name in files else 'missing'}")

@@ -68,11 +68,15 @@ class Checkpoints:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Checkpoints: {name} must be a whole number of 1 or more, got {value!r}.")
-        self._path, self._step, self._every, self._keep = Path(path), step, int(every), int(keep)
+        self._path = Path(path)
+        self._step = step
+        self._every = int(every)
+        self._keep = int(keep)
         # How many steps came before this object's, and the last number that was saved; None before a state is seen.
         self._before: int | None = None
         self._last = -1
-        self._writer, self._writing = ThreadPoolExecutor(1, "fddp-checkpoints"), Future[Exception | None]()
+        self._writer = ThreadPoolExecutor(1, "fddp-checkpoints")
+        self._writing = Future[Exception | None]()
         self._writing.set_result(None)
         self._manager: Any = None
 
@@ -116,7 +120,8 @@ class Checkpoints:
         if number == self._last or not (due or now):
             return False
         told = {"place": json.loads(json.dumps(place)), "replicas": self._group.size}
-        journal, self._last = self._group.journal, number
+        journal = self._group.journal
+        self._last = number
         journal.say(f"saving step {number}")
         leaves = whole(self._group, state)
         if self._group.rank == 0:
@@ -147,7 +152,8 @@ class Checkpoints:
         if saved is None:
             return state, None
         state = laid(self._group, saved, state)
-        self._before, self._last = saved.number - self._step.steps, saved.number
+        self._before = saved.number - self._step.steps
+        self._last = saved.number
         self._group.journal.goes_on(saved.number)
         return state, saved.told["place"]
 

@@ -70,7 +70,8 @@ def check_params(plan: BucketPlan, params: Any) -> None:
     """
     if jax.tree.structure(params) == plan.treedef:
         return
-    got, planned = set(described("", params)), set(map(str, plan.leaves))
+    got = set(described("", params))
+    planned = set(map(str, plan.leaves))
     raise ValueError(
         "these parameters are not those of the model that this step was made for: they have "
         f"{shortened(sorted(got - planned)) or 'nothing else'}, and lack "
@@ -194,7 +195,8 @@ def check_no_sync(replica: Replica) -> None:
 def check_memory(replica: Replica, state: TrainState) -> None:
     """Says that what hooks remember comes from another hook or another number of replicas."""
     share = replica.group.placement.replicas_in_array
-    got, wanted = described("", state.hook_state), described("", replica.memory_form(state.params))
+    got = described("", state.hook_state)
+    wanted = described("", replica.memory_form(state.params))
     if got != wanted:
         raise ValueError(
             f"the state's hook_state is not that of {replica.options.hook} on {share} replicas: it has "

@@ -99,7 +99,9 @@ def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches:
         raise TypeError(
             f"fddp.evaluate: batches must be an iterable of this process's batches, got {type(batches).__name__}."
         )
-    here, sums, flying = _alone(group), None, deque[Any]()
+    here = _alone(group)
+    sums = None
+    flying = deque[Any]()
     params, model_state = _own(group, here, (params, model_state))
     for batch, rows in _counted(batches):
         group.journal.say(BETWEEN)
@@ -195,7 +197,8 @@ def _read(own: Any, every: list[Any]) -> list[Any]:
             "return them as a dict, a list or a tuple."
         )
     known = jax.tree.structure(own, is_leaf=_is_weighted)
-    registry, found = jax.tree_util.default_registry, list[Any]()
+    registry = jax.tree_util.default_registry
+    found = list[Any]()
     for one in told:
         nodes = one["tree"] and bytes.fromhex(one["tree"])
         tree = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, nodes) if nodes else known

@@ -38,7 +38,8 @@ def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
       >>> dealt({0: 3, 1: 9, 2: 4, 3: 4}, 2)
       {1: 0, 2: 1, 3: 1, 0: 1}
     """
-    loads, homes = [0] * replicas, dict[int, int]()
+    loads = [0] * replicas
+    homes = dict[int, int]()
     for leaf in sorted(costs, key=lambda leaf: (-costs[leaf], leaf)):
         homes[leaf] = loads.index(min(loads))
         loads[homes[leaf]] += costs[leaf]
@@ -59,7 +60,8 @@ def at_home(comm: Communicator, homes: Mapping[int, int], visits: Sequence[AtHom
     of = [[visit for visit in visits if homes[visit.leaf] == home] for home in range(comm.size)]
     takes = [[_form(shape, x) for one in some for x, shape in zip(one.parts, one.shapes)] for some in of]
     brings = [[form for one in some for form in one.forms] for some in of]
-    there, back = _fullest(takes, comm.size), _fullest(brings, comm.size)
+    there = _fullest(takes, comm.size)
+    back = _fullest(brings, comm.size)
 
     def branch(visits: Sequence[AtHome], forms: Sequence[Form]) -> Callable[[Packed], Packed]:
         def run(came: Packed) -> Packed:
@@ -105,7 +107,8 @@ def _unpacked(forms: Sequence[Form], packed: Packed, replicas: int) -> list[Arra
     taken = dict.fromkeys(packed, 0)
 
     def take(form: Form) -> Array:
-        dtype, begin = _wire(form), taken[_wire(form)]
+        dtype = _wire(form)
+        begin = taken[dtype]
         taken[dtype] = begin + part_size(form.size, replicas)
         return packed[dtype][..., begin : taken[dtype]].astype(form.dtype)
 

@@ -199,7 +199,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def explained(function: Function) -> Function:
     """Adds to the docstring of a function what `Options` says of each option, so that its `help` is complete."""
-    options, text = inspect.getdoc(Options), inspect.getdoc(function)
+    options = inspect.getdoc(Options)
+    text = inspect.getdoc(function)
     if options and text:  # python -OO takes them away
         attributes = options.partition("Attributes:\n")[2].partition("\n\n")[0]
         told = f"{OPTIONS.removesuffix('.')}, with their defaults:\n{indent(attributes, '  ')}"

@@ -116,7 +116,8 @@ class Replica:
     ) -> Mean:
         """Divides the sums over all replicas into what they have in common."""
         came, (used, sums, buffers) = unpack(messages)
-        chosen, params = self.chosen(state.params), jax.tree.leaves(state.params)
+        chosen = self.chosen(state.params)
+        params = jax.tree.leaves(state.params)
         # What did not travel has a gradient of zero.
         grads = [jnp.zeros_like(params[i]) if came[i] is None else came[i] for i in chosen]
         means = mean(sums._replace(grads=grads))
@@ -198,7 +199,8 @@ class Replica:
 
     def chosen(self, params: Any) -> tuple[int, ...]:
         """Numbers of the leaves that are trained: they can have a gradient and are not to be ignored."""
-        names, ignore = _names(params), self.options.ignore or (lambda name: False)
+        names = _names(params)
+        ignore = self.options.ignore or (lambda name: False)
         return tuple(i for i in differentiable(jax.tree.leaves(params)) if not ignore(names[i]))
 
     def trained(self, params: Any) -> Any:
@@ -215,7 +217,8 @@ class Replica:
         objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
 
         def add(pending: Pending, part: Any) -> Pending:
-            chosen, key = self.chosen(state.params), self._key(state, pending)
+            chosen = self.chosen(state.params)
+            key = self._key(state, pending)
             given = (objective, chosen, state.params, pending, key, part)
             return contribute(*given, find_unused=self.options.find_unused_parameters)
 

@@ -65,7 +65,8 @@ def compare(settled: Settled, given: Given) -> Settled:
     Raises:
       ValueError: they do not; on every rank.
     """
-    group, lower = settled.replica.group, settled.runner.lower
+    group = settled.replica.group
+    lower = settled.runner.lower
     if not settled.compared and lower and group.processes > 1:
         verify_collectives(group, lower(*given))
     return settled if settled.compared else settled._replace(compared=True)
@@ -82,7 +83,8 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any,
     Returns:
       What `use` made of them, and the state of the hook, if there is one.
     """
-    group, timeline = settled.replica.group, settled.runner.timeline
+    group = settled.replica.group
+    timeline = settled.runner.timeline
     with group.journal.step(group.processes), group.recovery:
         result, shards, memory = settled.runner.run(*given)
         if timeline:
@@ -150,7 +152,8 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
         state = promised(state)
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
-    replicated, shards = state._replace(accumulated=None, hook_state=()), []
+    replicated = state._replace(accumulated=None, hook_state=())
+    shards = []
     if settled.replica.apart:
         replicated, shards = take_apart(replicated)
     own = placement.place((state.accumulated, shards, memory), placement.per_replica)

@@ -52,6 +52,8 @@ class Settled(NamedTuple):
     """The name of the schedule."""
     accumulate: jax.stages.Wrapped
     """The program that adds a batch to what is pending."""
+    chosen: tuple[int, ...]
+    """The trained leaves."""
     left_out: tuple[int, ...]
     """Trained leaves that no bucket holds, and"""
     forms: frozenset[Any]
@@ -143,6 +145,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         runner=runner_of(schedule, replica, plan, state, batch, told, uses, used),
         schedule=name_of(schedule),
         accumulate=group.placement.program(partial(_accumulate, replica), *specs_of_sums, donate=donated),
+        chosen=chosen,
         left_out=tuple(i for i in chosen if i not in order),
         forms=frozenset({_form(batch)}),
         held=held_form(group.placement, held),
@@ -220,8 +223,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     settled = settled._replace(fits=(fits, *settled.fits)[:2], held=held)
     if not settled.left_out or form in settled.forms:
         return settled
-    chosen = settled.replica.chosen(state.params)
-    paths = dict(zip(chosen, _paths(settled.replica, state, batch)))
+    paths = dict(zip(settled.chosen, _paths(settled.replica, state, batch)))
     check_paths(settled.plan, [i for i in settled.left_out if paths[i]])
     return settled._replace(forms=settled.forms | {form})
 

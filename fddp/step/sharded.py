@@ -76,7 +76,8 @@ def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
         return parts.gathered(new.params, order), (add_replica_dim(told), mine)
 
     def unpack(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        (new, info), mine = drop_replica_dim(kept[0]), kept[1]
+        new, info = drop_replica_dim(kept[0])
+        mine = kept[1]
         new = new._replace(params=parts.whole(state.params, messages, order))
         of_scatters, of_gathers = jnp.split(sent, [sent.size - len(order)])
         return (new, parts.sent(info, of_scatters, of_gathers, order)), mine
@@ -129,7 +130,8 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
     Returns:
       The rounds; with the last one travel loss, metrics and buffers, and it keeps what those before it brought.
     """
-    replica, plan = parts.replica, parts.of_parts
+    replica = parts.replica
+    plan = parts.of_parts
     of = replica.options.accumulation_steps
 
     def one(number: int) -> Round:
@@ -150,7 +152,8 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
             kept = Before(before.params, add_replica_dim(pending), broken, sums, before.number + 1)
             return Messages(buckets, ((), None)), kept
 
-        given, name = ("state", "pending", "rows"), f"micro-batch {number}"
+        given = ("state", "pending", "rows")
+        name = f"micro-batch {number}"
         if number == of - 1:
             return Round("backward", given, backward, parts.scatters, "compute")
         return Round(f"{name} backward", given, backward, parts.scatters_of(name), "compute")
@@ -224,7 +227,8 @@ class Parts:
 
     def own(self, params: Any) -> Any:
         """This replica's parts of what is trained, flat, in place of shards and of whole leaves."""
-        size, index = self.replica.group.size, self.replica.group.communicator.replica_index()
+        size = self.replica.group.size
+        index = self.replica.group.communicator.replica_index()
         chosen = set(self.replica.chosen(whole_forms(params)))
         leaves = [
             x.parts if is_shard(x) else own_part(x, size, index) if i in chosen else x
@@ -234,11 +238,13 @@ class Parts:
 
     def updated(self, state: TrainState, messages: Messages, kept: Any) -> tuple[TrainState, StepInfo]:
         """The next state, in shards where this one is and else with this replica's parts of the parameters."""
-        mine, nothing = state._replace(params=self.own(state.params)), jnp.zeros(len(self.plan.messages), jnp.uint32)
+        mine = state._replace(params=self.own(state.params))
+        nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
         own, broken, sums = kept
         came = partial(self._came, sums)
         mean = self.replica.mean(self.of_parts, came, mine, messages, (own, broken), nothing)
-        comm, run = self.replica.group.communicator, partial(run_on_parts, self.replica, self.update, state, mine, mean)
+        comm = self.replica.group.communicator
+        run = partial(run_on_parts, self.replica, self.update, state, mine, mean)
         (new, info), sent = count_bytes(comm, run)
         return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
 

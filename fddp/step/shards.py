@@ -40,7 +40,8 @@ def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) 
 
 def forms_in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> tuple[Any, Any, Any]:
     """The form of what `in_shards` makes, as all replicas together have it."""
-    group, held = replica.group, replica.group.placement.replicas_in_array
+    group = replica.group
+    held = replica.group.placement.replicas_in_array
 
     def form(size: int, x: Any) -> Any:
         return jax.ShapeDtypeStruct((size * held,), jnp.result_type(x))
@@ -80,7 +81,8 @@ def nothing_shared(replica: Replica, held: TrainState) -> str:
       A line; "" where it holds less than all of the state, or was not asked to.
     """
     leaves = jax.tree.leaves((held.params, held.opt_state), is_leaf=is_shard)
-    shards, asked = [x for x in leaves if is_shard(x)], replica.options.shard
+    shards = [x for x in leaves if is_shard(x)]
+    asked = replica.options.shard
     if not asked or any(x.parts.size < prod(x.shape) for x in shards):
         return ""
     if replica.group.size == 1:
@@ -144,7 +146,8 @@ def check_state(replica: Replica, state: TrainState) -> None:
             f"{'with' if replica.local_steps else 'without'} fddp.local_steps: begin with "
             "step.init(fddp.whole(state.params))."
         )
-    asked, held = replica.options.shard, (state.params, state.opt_state, state.model_state)
+    asked = replica.options.shard
+    held = (state.params, state.opt_state, state.model_state)
     got = [_kind(x) for x in jax.tree.leaves(held, is_leaf=is_shard)]
     if not replica.apart:
         if any(shard for shard, *_ in got):

@@ -2,7 +2,6 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,13 @@ class Skips:
         """The number of them, as far as is known."""
         self._going = deque[tuple[int, StepInfo]]()
 
-    def note(
-        self, group: Group, plan: BucketPlan, chosen: Callable[[], tuple[int, ...]], number: int, info: StepInfo
-    ) -> None:
+    def note(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
         """Notes a step, and tells of those that are over whether they were skipped.
 
         Args:
           group: the replicas.
           plan: the order of readiness.
-          chosen: gives the numbers of the trained leaves.
+          chosen: numbers of the trained leaves.
           number: of the step.
           info: what it told.
         """
@@ -41,7 +38,7 @@ class Skips:
             number, info = self._going.popleft()
             if any(_here(info.skipped)):
                 self.count += 1
-                self._tell(group, plan, chosen(), number, info)
+                self._tell(group, plan, chosen, number, info)
 
     def _tell(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
         ready = [i for bucket in plan.buckets for i in bucket.leaves]

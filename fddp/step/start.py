@@ -70,13 +70,15 @@ def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state:
     trained = replica.trained(state.params)
     opt_state = jax.eval_shape(optimizer.init, trained)
     held, opt_state, buffers = forms_in_shards(replica, trained, opt_state, state.model_state)
-    held, memory = with_trained(state.params, held), replica.memory_form(params)
+    held = with_trained(state.params, held)
+    memory = replica.memory_form(params)
     return state._replace(params=held, opt_state=opt_state, model_state=buffers, hook_state=memory)
 
 
 def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
     """The parameters, the optimizer's state and the buffers."""
-    placement, trained = replica.group.placement, replica.trained(params)
+    placement = replica.group.placement
+    trained = replica.trained(params)
     where = specs(placement, trained)
 
     def make(trained: Any, model_state: Any) -> Any:

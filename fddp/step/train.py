@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import jax
 
 import fddp
-from fddp.buckets import BucketPlan, whole_forms
+from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
 from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps, Optimizer
@@ -36,12 +36,15 @@ class TrainStep:
     """A training step over replicas; made by `train_step`."""
 
     def __init__(self, replica: Replica, optimizer: Optimizer, use: Use) -> None:
-        self._replica, self._optimizer, self._use = replica, optimizer, use
+        self._replica = replica
+        self._optimizer = optimizer
+        self._use = use
         self._guess: tuple[BucketPlan, TrainState] | None = None
         self._check = comparing(replica.group, replica.options.check_replicas_every)
         self._settled: Settled | None = None
-        self.steps, self.lately, self.skips = 0, deque[Timeline](maxlen=100), Skips()
-        """The number of steps that this object has run, the timelines of the last hundred, and the steps it skipped."""
+        self.steps = 0  # that this object has run
+        self.lately = deque[Timeline](maxlen=100)  # when the last of them computed and communicated
+        self.skips = Skips()  # those whose gradients were not finite
         self.sent: Any = None  # `StepInfo.sent` of the last of them
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
@@ -59,15 +62,14 @@ class TrainStep:
         Raises:
           ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
         """
-        group, replica = self.group, self._replica
-        described = partial(described_start, replica, self._optimizer, params, model_state, rng)
-        verify(group, "parameters, options or versions", described)
-        params, model_state, rng = equal_start(group, (params, model_state, rng))
-        state = first_state(replica, self._optimizer, params, model_state, rng)
-        held = held_form(group.placement, state)
-        self._expect(replica.provisional_plan(params), held)
-        if nothing := nothing_shared(replica, held):
-            group.print(f"fddp: {nothing}", file=sys.stderr)
+        described = partial(described_start, self._replica, self._optimizer, params, model_state, rng)
+        verify(self.group, "parameters, options or versions", described)
+        params, model_state, rng = equal_start(self.group, (params, model_state, rng))
+        state = first_state(self._replica, self._optimizer, params, model_state, rng)
+        held = held_form(self.group.placement, state)
+        self._expect(self._replica.provisional_plan(params), held)
+        if nothing := nothing_shared(self._replica, held):
+            self.group.print(f"fddp: {nothing}", file=sys.stderr)
         return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -92,9 +94,9 @@ class TrainStep:
         if not self.steps:  # what is due only now and then is tried before the first step
             self._check(state, 0)
         (state, info), hook_state = synchronize(settled, state, given)
-        self.steps, self.sent = self.steps + 1, info.sent
-        chosen = lambda: settled.replica.chosen(whole_forms(state.params))  # noqa: E731
-        self.skips.note(self.group, settled.plan, chosen, self.steps, info)
+        self.steps += 1
+        self.sent = info.sent
+        self.skips.note(self.group, settled.plan, settled.chosen, self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)
@@ -248,8 +250,7 @@ class TrainStep:
 
     def _expect(self, guess: BucketPlan, held: TrainState) -> None:
         """Prepares for parameters of this form; what was settled for another form is forgotten."""
-        settled = self._settled
-        if settled and (settled.plan.leaves, settled.plan.treedef) != (guess.leaves, guess.treedef):
+        if self._settled and (self.plan.leaves, self.plan.treedef) != (guess.leaves, guess.treedef):
             self._settled = None
         self._guess = guess, held
 
@@ -295,6 +296,5 @@ def train_step(
     settings = read_options("train_step", options)
     local, inner = (optimizer, optimizer.inner) if isinstance(optimizer, LocalSteps) else (None, optimizer)
     objective = make_objective(loss_fn, has_aux=has_aux)
-    group = group_of("train_step", group)
-    replica = Replica(objective, group, settings, local_steps=local, loss=name_of(loss_fn))
+    replica = Replica(objective, group_of("train_step", group), settings, local_steps=local, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))

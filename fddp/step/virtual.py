@@ -70,7 +70,8 @@ def virtual_step(
     Returns:
       The step.
     """
-    group, virtual = replica.group, replica.replicas
+    group = replica.group
+    virtual = replica.replicas
     each = virtual // group.size
     block = block_of(virtual, each)
     # Those that travel, in one order whatever the buckets are.
@@ -89,7 +90,8 @@ def virtual_step(
         return _widened(made), kept
 
     def messages(made: Made) -> Messages:
-        grads, inside = dict(zip(leaves, made[0])), range(plan.treedef.num_leaves)
+        grads = dict(zip(leaves, made[0]))
+        inside = range(plan.treedef.num_leaves)
         return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
 
     given = forms_of(state), of_one_replica(rows, virtual // group.processes), jax.ShapeDtypeStruct((), np.int32)
