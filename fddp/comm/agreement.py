@@ -7,7 +7,7 @@ are compared too, and every rank raises the same error.
 import json
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,50 +18,54 @@ from fddp.comm.ragged import gather_bytes
 if TYPE_CHECKING:  # a group compares, too
     from fddp.comm.group import Group
 
+Found = TypeVar("Found")
+
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
 
 
-BESIDE = 16  # bytes that each rank may send along with the description, and that are not compared
-
-
 def verify(
-    group: "Group", what: str, describe: Callable[[], Iterable[str]], beside: Callable[[], bytes] = bytes
-) -> list[bytes]:
-    """Compares a description on all ranks, and fails on all of them where it differs or cannot be given.
+    group: "Group", what: str, find: Callable[[], Found], describe: Callable[[Any], Iterable[str]] = list
+) -> Found:
+    """Finds something on every rank and compares the descriptions; where they differ, or one rank fails, all fail.
 
     All messages have a fixed size until every rank knows the length of the longest description.
 
     Args:
       group: the ranks that compare.
       what: name of the thing described, for the message: "parameters", say.
-      describe: gives this rank's description, line by line; may raise an error about this rank's input.
-      beside: gives at most `BESIDE` bytes that travel along and may differ; called only if `describe` succeeded.
+      find: finds it; may raise an error about this rank's input.
+      describe: describes what was found, line by line, and may raise as well. Left out: what was found is the lines.
 
     Returns:
-      The bytes that each rank sent along, padded with zeros, in order of rank.
+      This rank's finding.
 
     Raises:
       ValueError: the descriptions differ; the message says where, by rank.
-      Exception: the error of `describe`, on every rank: its own error where all agree, else its message by rank.
+      Exception: the error of `find`, on every rank: its own error where all agree, else its message by rank.
       RuntimeError: an earlier error has left the ranks at different places.
     """
     group.recovery.resume()
     failure = None
+    found: Any = None
     try:
-        lines = list(describe())
-        told = beside()
+        found = find()
+        lines = list(describe(found))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
-        told = b""
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
-    mine = sha256(text).digest() + told.ljust(BESIDE, b"\0")
-    every = [row.tobytes() for row in group.all_gather(np.frombuffer(mine, np.uint8))]
-    if len({row[:-BESIDE] for row in every}) == 1:
+    digests = group.all_gather(np.frombuffer(sha256(text).digest(), np.uint8))
+    if np.all(digests == digests[0]):
         if failure is not None:
             raise failure
-        return [row[-BESIDE:] for row in every]
+        return found
     raise _disagreement(what, [json.loads(report) for report in gather_bytes(group, text)]) from failure
+
+
+def nothing_to_compare(found: Any) -> tuple[str, ...]:
+    """Describes a finding that may differ between ranks, by no lines: then `verify` compares only whether all could."""
+    del found
+    return ()
 
 
 def described(title: str, tree: Any) -> list[str]:

@@ -63,14 +63,7 @@ def broadcast_object(group: "Group", obj: Any, root: int) -> Any:
 
 def _alike(group: "Group", said: str, make: Callable[[], Made]) -> Made:
     """Calls `make` on every rank; fails on every rank if it fails on one, or if `said` differs between ranks."""
-    made = list[Made]()
-
-    def describe() -> list[str]:
-        made.append(make())
-        return [said]
-
-    verify(group, "objects", describe)
-    return made[0]
+    return verify(group, "objects", make, lambda made: [said])
 
 
 def _pickled(call: str, obj: Any) -> bytes:

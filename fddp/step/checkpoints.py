@@ -8,6 +8,7 @@ Source: Orbax's `CheckpointManager`.
 
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from os import PathLike
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fddp.comm import BETWEEN, Group, verify
+from fddp.comm import BETWEEN, Group, nothing_to_compare, verify
 from fddp.step.checkpoint_arrays import check_names, handed_round, laid, whole
 from fddp.step.checkpoint_files import Saved, newest, opened, unfinished, write
 from fddp.step.state import TrainState
@@ -146,9 +147,7 @@ class Checkpoints:
             no form for; on every rank.
           RuntimeError: there are checkpoints, but none is whole; on every rank.
         """
-        found = list[Saved | None]()
-        self._on_rank_0(lambda: found.append(self._newest()))
-        saved = handed_round(self._group, found[0] if found else None)
+        saved = handed_round(self._group, self._on_rank_0(self._newest))
         if saved is None:
             return state, None
         state = laid(self._group, saved, state)
@@ -186,15 +185,10 @@ class Checkpoints:
     def _group(self) -> Group:
         return self._step.group
 
-    def _on_rank_0(self, act: Any) -> None:
-        """Lets rank 0 act for all; its error is everybody's."""
-
-        def describe() -> list[str]:
-            if self._group.rank == 0:
-                act()
-            return []
-
-        verify(self._group, f"checkpoints in {self._path}", describe)
+    def _on_rank_0(self, act: Callable[[], Any]) -> Any:
+        """Lets rank 0 act for all; its error is everybody's. Returns what rank 0 finds, and None on the others."""
+        mine = act if self._group.rank == 0 else lambda: None
+        return verify(self._group, f"checkpoints in {self._path}", mine, nothing_to_compare)
 
     def _newest(self) -> Saved | None:
         self._writing.result()

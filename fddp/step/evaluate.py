@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, verify
+from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, nothing_to_compare, verify
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
@@ -65,14 +65,7 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
     held = (state.params, state.model_state) if isinstance(state, TrainState) else (state, None)
     verify(group, "metric_fn or state", lambda: _described(metric_fn, held))
     params, model_state = whole(held, group=group)
-    summed: list[bytes] = []
-
-    def through() -> list[str]:
-        summed.append(_sums(metric_fn, params, model_state, batches, group))
-        return []
-
-    verify(group, "evaluation", through)
-    (own,) = summed
+    own = verify(group, "evaluation", lambda: _sums(metric_fn, params, model_state, batches, group), nothing_to_compare)
     every = [json.loads(words) for words in gather_bytes(group, _written(own))]
     found = _read(own, every)
     verify(group, "metrics", lambda: described("metric", found[0] if own is None else own))

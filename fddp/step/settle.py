@@ -5,7 +5,7 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from fddp.step.local import own_rows, own_view
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.runner import runner_of
-from fddp.step.same_rows import digest, tell_same_rows
+from fddp.step.same_rows import digest, digests, tell_same_rows
 from fddp.step.shards import check_state, held_form
 from fddp.step.state import Mean, TrainState
 from fddp.step.virtual import check_order
@@ -80,6 +80,8 @@ class Seen(NamedTuple):
     schedule: Schedule
     told: Any
     """The forms of loss and aux."""
+    digest: bytes
+    """Of this rank's first rows."""
 
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
@@ -106,17 +108,14 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     group = replica.group
     options = replica.options
     chosen = replica.chosen(state.params)
-    found = list[Seen]()
-
-    def describe() -> Iterable[str]:
-        seen = _look(replica, held, state, batch)
-        found.append(seen)
-        return [f"call {call}", *_described(replica, state, batch, seen)]
-
-    # A process alone has nobody to compare its rows with.
-    beside = partial(digest, unjoined(batch)) if group.processes > 1 else bytes
-    tell_same_rows(group, verify(group, "batch or loss", describe, beside))
-    ((order, uses, reach, schedule, told),) = found
+    seen = verify(
+        group,
+        "batch or loss",
+        partial(_look, replica, held, state, batch),
+        lambda seen: [f"call {call}", *_described(replica, state, batch, seen)],
+    )
+    tell_same_rows(group, digests(group, seen.digest))
+    order, uses, reach, schedule, told, _ = seen
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
     order, uses = group.broadcast((np.asarray(order, np.int32), np.asarray(uses, np.int32)))
@@ -166,7 +165,9 @@ def _look(replica: Replica, held: TrainState, state: TrainState, batch: Any) -> 
     # The state comes first: the number of the step, then the parameters.
     uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
-    return Seen(order, uses, (_paths(replica, state, batch), touched), _schedule(replica, program), told)
+    schedule = _schedule(replica, program)
+    mine = digest(unjoined(batch)) if replica.group.processes > 1 else b""
+    return Seen(order, uses, (_paths(replica, state, batch), touched), schedule, told, mine)
 
 
 def _described(replica: Replica, state: TrainState, batch: Any, seen: Seen) -> list[str]:

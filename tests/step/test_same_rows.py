@@ -1,4 +1,4 @@
-"""Ranks that bring the same rows are told so once; what each rank tells beside a comparison may differ."""
+"""Ranks that bring the same rows are told so once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import fddp
-from fddp.comm import BESIDE, verify
-from fddp.step.same_rows import ROWS, digest, tell_same_rows
+from fddp.step.same_rows import BYTES, ROWS, digest, tell_same_rows
 
 X = np.random.default_rng(0).normal(size=(12, 3))
 
@@ -30,14 +29,9 @@ def test_of_rows_that_are_made_up_nothing_is_told(batch: Any):
 
 
 def test_rank_0_names_the_ranks_that_bring_the_same_rows(group: Callable[[int], fddp.Group], capfd: Any):
-    same, other, nothing = digest(X), digest(X[1:]), bytes(BESIDE)
+    same, other, nothing = digest(X), digest(X[1:]), bytes(BYTES)
     tell_same_rows(group(1), [same, other, nothing, same, nothing])
     words = capfd.readouterr().err
     assert words.startswith("fddp: ranks 0, 3 bring the same first rows") and "fddp.samples" in words
     tell_same_rows(group(1), [same, other, nothing, nothing])
     assert capfd.readouterr().err == ""
-
-
-def test_what_travels_beside_a_comparison_comes_back_filled_up(group: Callable[[int], fddp.Group]):
-    assert verify(group(1), "nothing", list, lambda: b"abc") == [b"abc" + bytes(13)]
-    assert verify(group(1), "nothing", list) == [bytes(16)]
