@@ -11,7 +11,7 @@ from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
-from fddp.losses import Joined, Stacked, count_rows, is_rows, lists_of_numbers, unjoined, unlike
+from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, unjoined, unlike
 from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
@@ -96,8 +96,7 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
             f"{_shares(replica)}."
         )
-    if replica.options.virtual_replicas:
-        check_slices(replica, state, batch, rows // replica.micro_batches)
+    replica.way.check_batch(replica, state, batch, rows // replica.micro_batches)
     held = replica.group.placement.replicas_in_array
     for pending in jax.tree.leaves(state.accumulated)[:1]:
         if len(pending) != held:
@@ -159,36 +158,13 @@ def _divided(replica: Replica) -> str:
 
 def _shares(replica: Replica) -> str:
     """The replicas and micro-batches that share a batch."""
-    virtual = "virtual " if replica.options.virtual_replicas else ""
+    virtual = "virtual " if replica.way.replicas else ""
     count = replica.replicas // replica.group.processes
     return f"{count} {virtual}replicas × {replica.options.accumulation_steps} micro-batches"
 
 
-def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> None:
-    """Says that virtual replicas would not be what they were: slices of equally many rows, in each step.
-
-    Args:
-      replica: what one replica does.
-      state: what a call was given.
-      batch: likewise.
-      rows: of a micro-batch of a virtual replica.
-
-    Raises:
-      ValueError: gradients are pending, a rank may be without data, or there are other rows than in the first batch.
-    """
-    if state.accumulated is not None:
-        check_no_sync(replica)
-    if isinstance(batch, Joined):
-        refuse(replica.asked | {"fddp.join": "fddp.join"})
-    if replica.unit not in (None, rows):
-        raise ValueError(
-            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in the first batch; other "
-            "programs would compute it, and round otherwise: give batches of one size, or make a step for each."
-        )
-
-
 def check_no_sync(replica: Replica) -> None:
-    """Says that with virtual replicas nothing is left pending."""
+    """Says that nothing may be left pending, where sums are not a replica's own."""
     refuse(replica.asked | {"no_sync": "no_sync"})
 
 

@@ -16,6 +16,7 @@ from fddp.step.replica import Replica
 from fddp.step.run import compare, ready, synchronize
 from fddp.step.settle import Settled
 from fddp.step.state import Mean, TrainState
+from fddp.step.ways import way_of
 
 CALL = "fddp.value_and_grad"
 
@@ -68,7 +69,8 @@ def value_and_grad(
             return (mean.loss, (mean.model_state, mean.aux)), grads
         return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
 
-    replica = Replica(make_objective(loss_fn, has_aux=has_aux), group_of("value_and_grad", group), settings)
+    group = group_of("value_and_grad", group)
+    replica = Replica(make_objective(loss_fn, has_aux=has_aux), group, settings, way_of(settings))
     settled: Settled | None = None
 
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:

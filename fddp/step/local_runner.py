@@ -1,16 +1,80 @@
-"""The runner of a step of replicas that train alone: the step's number says which kind of step is due."""
+"""The way of replicas that train alone, and its runner: the step's number says which kind of step is due."""
 
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from fddp.buckets import scalar_dtype
 from fddp.comm import Group, nothing_to_compare, verify
+from fddp.losses import Pending, Sums
+from fddp.optim import LocalState, LocalSteps
 from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
-from fddp.step.local import Local
+from fddp.step.combinations import LOCAL
+from fddp.step.local import Local, own_rows, own_view
+from fddp.step.replica import Replica
 from fddp.step.state import TrainState
+from fddp.step.way import Cut, Facts, Held, Way, whole_pieces
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
+
+
+def alone(steps: LocalSteps) -> Way:
+    """Makes the way.
+
+    Args:
+      steps: the optimizer, made by `fddp.local_steps`.
+
+    Returns:
+      The way.
+    """
+    return Way(
+        name=LOCAL,
+        hold=_hold,
+        seen=_seen,
+        accumulate=_accumulate,
+        runner=partial(_runner, steps),
+        apart=True,
+        table_rows=False,
+    )
+
+
+def _hold(replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut) -> Held:
+    """Copies all that replicas change while they train alone."""
+    held = opt_state._replace(inner=jax.tree.map(copy, opt_state.inner), weight=copy(opt_state.weight))
+    return jax.tree.map(copy, trained), held, jax.tree.map(copy, model_state)
+
+
+def _seen(state: TrainState) -> TrainState:
+    if not isinstance(state.opt_state, LocalState):
+        raise ValueError(
+            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made with {LOCAL}: begin "
+            "with step.init(fddp.whole(state.params))."
+        )
+    return state._replace(opt_state=state.opt_state.inner)
+
+
+def _accumulate(
+    replica: Replica, state: TrainState, shards: Any, pending: Pending | None, rows: Any
+) -> tuple[Pending, Sums]:
+    return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
+
+
+def _runner(steps: LocalSteps, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    scalars = scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))
+    local = Local(steps, replica, facts.plan, facts.use, scalars)
+    return local_runner(schedule, local, replica.group, whole_pieces(replica, facts), replica.options.donate)
+
+
+class Latest(NamedTuple):
+    """The step that ran last."""
+
+    step: Any
+    """Its number, as it was returned: perhaps still computed."""
+    number: int
+    runner: Runner
 
 
 def local_runner(schedule: Schedule, local: Local, group: Group, together: Pieces, donate: bool) -> Runner:
@@ -33,23 +97,24 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
         return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
 
     first = of_kind(0)
-    last: list[Any] = [None, 0, first]  # the step's number as it was returned last, that number, and who ran it
+    latest = Latest(None, 0, first)
 
     def due(state: TrainState) -> tuple[Runner, int]:
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return first, 0
         # The number itself is not asked for, where it is known: it may still be computed.
         step = state.step
-        if isinstance(step, Promise) and step is not last[0]:
+        if isinstance(step, Promise) and step is not latest.step:
             step = step.result()
-        number = last[1] + 1 if step is last[0] else int(jax.device_get(step)) + 1
+        number = latest.number + 1 if step is latest.step else int(jax.device_get(step)) + 1
         steps = local.steps
         return of_kind(TOGETHER if number <= steps.start else steps.sends(number)), number
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
+        nonlocal latest
         runner, number = due(state)
         result, shards, _ = runner.run(state, pending, shards, (), rows)
-        last[:] = result[0].step, number, runner
+        latest = Latest(result[0].step, number, runner)
         return result, shards, memory
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
@@ -66,7 +131,7 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
     return Runner(
         run,
         None if first.lower is None else lower,
-        None if first.timeline is None else lambda: last[2].timeline(),
+        None if first.timeline is None else lambda: latest.runner.timeline(),  # pyright: ignore[reportOptionalCall]
         lambda state, *rest: due(state)[0].tasks(state, *rest),
         first.promises,
         rehearse_fragments,

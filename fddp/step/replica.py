@@ -6,7 +6,7 @@ It gathers contributions, packs them into messages, and when the sums come back 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,14 @@ from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
 from fddp.losses import accumulate as in_micro_batches
-from fddp.optim import LocalSteps, scaled
+from fddp.optim import scaled
 from fddp.step.buffers import Buffers, average, broadcast, keep
-from fddp.step.combinations import AXES, LOCAL, refuse
+from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
+
+if TYPE_CHECKING:  # a way says what replicas do
+    from fddp.step.way import Way
 
 # (gradients, tail) -> messages; what came back -> (gradients, None for leaves that did not travel; tail)
 Pack: TypeAlias = Callable[[Any, Any], Messages]
@@ -40,10 +43,10 @@ class Replica:
     """The replicas."""
     options: Options
     """Options of bucketing, accumulating and sending."""
+    way: "Way"
+    """How replicas hold a state, and what a step of it is."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
-    local_steps: LocalSteps | None = None
-    """The optimizer of replicas that train alone between synchronizations; None: they never do."""
     loss: str = "loss_fn"
     """The user's name for the loss."""
 
@@ -61,7 +64,7 @@ class Replica:
         """The features that its step has, by their names in `combinations`, and how each was given."""
         axes = ", ".join(map(repr, self.group.placement.other_axes))
         asked = self.options.asked | ({AXES: f"{AXES}, along {axes}"} if axes else {})
-        return asked | ({LOCAL: LOCAL} if self.local_steps else {})
+        return asked | {self.way.name: self.way.name}
 
     def local(self, pack: Pack, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Messages, Any]:
         """Makes the messages of this replica, and what it keeps for itself."""
@@ -88,18 +91,8 @@ class Replica:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas; of virtual ones, if these are asked for."""
-        return self.options.virtual_replicas or self.group.size
-
-    def virtual(self, number: Any) -> "Replica":
-        """The part of one virtual replica, which has a number of its own."""
-        comm = replace(self.group.communicator, size=self.replicas, replica_index=lambda: number)
-        return replace(self, group=replace(self.group, communicator=comm))
-
-    @property
-    def apart(self) -> bool:
-        """Whether each replica holds something of the state for itself."""
-        return bool(self.options.shard or self.local_steps)
+        """The number of replicas among which rows are divided."""
+        return self.way.replicas or self.group.size
 
     @property
     def buffers(self) -> Buffers:
@@ -140,14 +133,12 @@ class Replica:
         asks_first = self.options.skip_all_reduce_unused_params
         leaves = jax.tree.leaves(params)
         order = [i for i in order if np.size(leaves[i])]
-        # With virtual replicas the numbers are added in one dtype, whatever buckets there are.
-        plain = self.options.hook is None and not self.options.shard and not self.options.virtual_replicas
-        exact = plain and not asks_first
+        exact = self.options.hook is None and self.way.sums and not asks_first
         # Rows are of a whole gradient that is summed as it is.
-        few = touched if exact and not self.local_steps and not self.group.placement.other_axes else None
+        few = touched if exact and self.way.table_rows and not self.group.placement.other_axes else None
         tree = parts(self.group.placement, params)
         plan = plan_in_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
-        plan = replace(plan, parts=self.group.size if self.options.shard else 1)
+        plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
     def remembered(self, params: Any) -> Any:

@@ -15,7 +15,6 @@ from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState, opened, promised
-from fddp.step.whole import whole
 
 # What is equal on all replicas, pending, in shards, remembered for each message, and the rows: as programs take them.
 Given: TypeAlias = tuple[TrainState, Any, Any, Any, Any]
@@ -91,7 +90,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any,
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(result[1])
-    if settled.replica.apart:
+    if settled.replica.way.apart:
         result = join(result, shards)
     if settled.runner.promises and isinstance(result[0], TrainState):
         result = promised(result[0]), *result[1:]
@@ -100,20 +99,19 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any,
 
 def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
-    placement = settled.replica.group.placement
+    group = settled.replica.group
+    placement = group.placement
     replicated, pending, shards, _, rows = given
-    journal = settled.replica.group.journal
+    journal = group.journal
     journal.say("no_sync")
-    if settled.replica.options.shard:
-        # No gradient is sent; parameters that rest in shards have to come together all the same.
-        params = whole(state.params, group=settled.replica.group)
-        replicated = replicated._replace(params=placement.place(params, REPLICATED))
+    # No gradient is sent; parameters that rest in shards have to come together all the same.
+    replicated = settled.replica.way.gathered(group, state, replicated)
     if settled.runner.promises:
         replicated = promised(replicated)
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
-    journal.adds(settled.replica.group.processes)
+    journal.adds(group.processes)
     return state._replace(accumulated=accumulated), means
 
 
@@ -145,7 +143,7 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
     if settled.runner.promises:
         leaves = [x.result() if isinstance(x, Promise) else x for x in leaves if not isinstance(x, Promise) or x.done()]
-    if alone and not settled.replica.apart and placement.holds(leaves):
+    if alone and not settled.replica.way.apart and placement.holds(leaves):
         return state, None, (), ()
     refuse_deleted(leaves)
     if settled.runner.promises:
@@ -154,7 +152,7 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated = state._replace(accumulated=None, hook_state=())
     shards = []
-    if settled.replica.apart:
+    if settled.replica.way.apart:
         replicated, shards = take_apart(replicated)
     own = placement.place((state.accumulated, shards, memory), placement.per_replica)
     return placement.place(replicated, REPLICATED), *own

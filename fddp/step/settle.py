@@ -4,35 +4,26 @@ plan, the plan the pieces of a schedule. From then on a call is one run.
 Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
-from fddp.comm import REPLICATED, described, specs, trace, verify
-from fddp.jax_internals import ClosedJaxpr, without_jit
-from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
+from fddp.buckets import BucketPlan, scalar_dtype, take_apart
+from fddp.comm import REPLICATED, Placement, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.optim import LocalState
-from fddp.schedules import Runner, Schedule, after, eager, fused, staged
-from fddp.step.checks import check_batch, check_memory, check_params, check_paths
-from fddp.step.combinations import COLLECTIVES, refuse
-from fddp.step.local import own_rows, own_view
+from fddp.schedules import Runner, after, fused
+from fddp.step.checks import check_batch, check_params, check_paths
+from fddp.step.first_batch import Seen, described_batch, look, paths
+from fddp.step.held import check_held, held_form
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
-from fddp.step.runner import runner_of
-from fddp.step.same_rows import digest, digests, tell_same_rows
-from fddp.step.shards import check_state, held_form
+from fddp.step.same_rows import digests, tell_same_rows
 from fddp.step.state import Mean, TrainState
-from fddp.step.virtual import check_order
-
-SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged, "eager": eager}
+from fddp.step.way import Facts
 
 # (replica, where the state's arrays lie, state, mean) -> what a call returns; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
@@ -68,22 +59,6 @@ class Settled(NamedTuple):
     """Whether the ranks' compiled programs are known to send the same."""
 
 
-class Seen(NamedTuple):
-    """The facts that one rank reads off the gradients' program."""
-
-    order: Sequence[int]
-    """The trained leaves, as their gradients become ready."""
-    uses: Sequence[int]
-    """The place in the forward pass at which each leaf is first used."""
-    reach: tuple[Sequence[bool], Sequence[int]]
-    """Marks of the trained leaves that have a path to the loss, and the number of rows that each gradient touches."""
-    schedule: Schedule
-    told: Any
-    """The forms of loss and aux."""
-    digest: bytes
-    """Of this rank's first rows."""
-
-
 def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
     """Settles a step; every rank calls it with its first batch.
 
@@ -101,95 +76,74 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
       ValueError: the batch does not fit, or ranks differ; on every rank.
       TypeError: the loss returns something else than promised.
     """
-    held = state
-    state = whole_forms(state)
-    if isinstance(state.opt_state, LocalState):
-        state = state._replace(opt_state=state.opt_state.inner)  # which a replica goes by
     group = replica.group
-    options = replica.options
-    chosen = replica.chosen(state.params)
-    seen = verify(
-        group,
-        "batch or loss",
-        partial(_look, replica, held, state, batch),
-        lambda seen: [f"call {call}", *_described(replica, state, batch, seen)],
-    )
+    describe = partial(described_batch, replica, batch, call)
+    seen = verify(group, "batch or loss", partial(look, replica, state, batch), describe)
     tell_same_rows(group, digests(group, seen.digest))
-    order, uses, reach, schedule, told, _ = seen
-    # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
-    # path to the loss on any rank does not travel.
-    order, uses = group.broadcast((np.asarray(order, np.int32), np.asarray(uses, np.int32)))
-    paths, touched = group.all_reduce(np.asarray(reach, np.int32), op="max")
-    reached = {i for i, path in zip(chosen, paths) if path}
-    # Where each step skips what it does not use, a later batch may use what this one has no path to.
-    # Where each replica updates a part, all that is trained comes back from the others.
-    all_travel = options.skip_all_reduce_unused_params or replica.apart
-    later = [i for i in order if i not in reached] if all_travel else []
-    order = [*(i for i in order if i in reached), *later]
-    where = specs(group.placement, state._replace(accumulated=None, hook_state=()))
-    averaged = state.model_state if options.broadcast_buffers == "mean" else None
-    dtype = scalar_dtype(jax.tree.leaves((told, averaged)))
-    few = {i: options.accumulation_steps * int(count) for i, count in zip(chosen, touched)}
-    plan = replica.plan(state.params, order, dtype=dtype, early=schedule not in (fused, after), touched=few)
+    agreed = _agreed(replica, seen)
+    plan = _plan(replica, seen, agreed)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
-
-    used = partial(use, replica, where)
-    own = group.placement.per_replica
-    specs_of_sums = (REPLICATED, own, own, own), (own, REPLICATED)
-    donated = (2,) if options.donate else ()
+    where = specs(group.placement, seen.state._replace(accumulated=None, hook_state=()))
+    facts = Facts(plan, seen.state, batch, seen.told, agreed.uses, partial(use, replica, where))
     return Settled(
         replica=replica,
         plan=plan,
         specs=where,
-        runner=runner_of(schedule, replica, plan, state, batch, told, uses, used),
-        schedule=name_of(schedule),
-        accumulate=group.placement.program(partial(_accumulate, replica), *specs_of_sums, donate=donated),
-        chosen=chosen,
-        left_out=tuple(i for i in chosen if i not in order),
+        runner=replica.way.runner(seen.schedule, replica, facts),
+        schedule=name_of(seen.schedule),
+        accumulate=_accumulating(group.placement, replica),
+        chosen=seen.chosen,
+        left_out=tuple(i for i in seen.chosen if i not in agreed.order),
         forms=frozenset({_form(batch)}),
-        held=held_form(group.placement, held),
+        held=held_form(group.placement, state),
         undivided=isinstance(unjoined(batch), Undivided),
     )
 
 
-def _look(replica: Replica, held: TrainState, state: TrainState, batch: Any) -> Seen:
-    """Checks the state and the first batch, and reads the gradients' program."""
-    check_batch(replica, state, batch)
-    if replica.options.virtual_replicas:
-        check_order(replica)
-    check_memory(replica, state)
-    check_state(replica, held)
-    chosen = replica.chosen(state.params)
-    program, told = _gradients(replica, state, batch)
-    order = chosen[::-1] if replica.options.order == "reverse" else _ready(program, chosen)
-    # The state comes first: the number of the step, then the parameters.
-    uses = first_uses(program)[1:][: len(jax.tree.leaves(state.params))]
-    touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
-    schedule = _schedule(replica, program)
-    mine = digest(unjoined(batch)) if replica.group.processes > 1 else b""
-    return Seen(order, uses, (_paths(replica, state, batch), touched), schedule, told, mine)
+class Agreed(NamedTuple):
+    """The same facts, alike on all ranks."""
+
+    order: list[int]
+    """The leaves that travel, as their gradients become ready."""
+    uses: Sequence[int]
+    """The place in the forward pass at which each leaf is first used."""
+    touched: dict[int, int]
+    """The number of rows that a replica's gradient of a leaf touches."""
 
 
-def _described(replica: Replica, state: TrainState, batch: Any, seen: Seen) -> list[str]:
-    """Lines that must be equal on all ranks."""
-    return [
-        repr(replica.options),
-        f"schedule {name_of(seen.schedule)}",
-        f"plan {replica.provisional_plan(state.params).digest}",
-        *replica.described_groups(state.params),
-        f"group.local {replica.group.local}",
-        *described("batch", batch),
-        *described("parameter", state.params),
-        *described("model_state", state.model_state),
-        *described("rng", state.rng),
-        *described("loss and aux", seen.told),
-    ]
+def _agreed(replica: Replica, seen: Seen) -> Agreed:
+    """Makes one of what the ranks have seen; all of them take part."""
+    group = replica.group
+    options = replica.options
+    # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
+    # path to the loss on any rank does not travel.
+    order, uses = group.broadcast((np.asarray(seen.order, np.int32), np.asarray(seen.uses, np.int32)))
+    has_path, touched = group.all_reduce(np.asarray(seen.reach, np.int32), op="max")
+    reached = {i for i, path in zip(seen.chosen, has_path) if path}
+    # Where each step skips what it does not use, a later batch may use what this one has no path to.
+    # Where each replica updates a part, all that is trained comes back from the others.
+    all_travel = options.skip_all_reduce_unused_params or replica.way.apart
+    later = [i for i in order if i not in reached] if all_travel else []
+    rows = {i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)}
+    return Agreed([*(i for i in order if i in reached), *later], uses, rows)
 
 
-def _accumulate(replica: Replica, state: TrainState, shards: Any, pending: Any, rows: Any) -> Any:
-    if not replica.local_steps:
-        return replica.accumulate(state, pending, rows)
-    return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
+def _plan(replica: Replica, seen: Seen, agreed: Agreed) -> BucketPlan:
+    averaged = seen.state.model_state if replica.options.broadcast_buffers == "mean" else None
+    return replica.plan(
+        seen.state.params,
+        agreed.order,
+        dtype=scalar_dtype(jax.tree.leaves((seen.told, averaged))),
+        early=seen.schedule not in (fused, after),
+        touched=agreed.touched,
+    )
+
+
+def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
+    own = placement.per_replica
+    given = (REPLICATED, own, own, own)
+    donated = (2,) if replica.options.donate else ()
+    return placement.program(partial(replica.way.accumulate, replica), given, (own, REPLICATED), donate=donated)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:
@@ -209,89 +163,24 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     Raises:
       ValueError: the parameters or the batch do not fit.
     """
+    replica = settled.replica
     form = _form(batch)
-    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if settled.replica.apart else [])
+    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
     fits = tree, [len(x) for x in own], form
     if fits in settled.fits:
         return settled
-    check_state(settled.replica, state)
+    seen = check_held(replica, state)
+    check_params(settled.plan, seen.params)
+    check_batch(replica, seen, batch)
     held = settled.held
     if held.accumulated is None and state.accumulated is not None:
-        held = held_form(settled.replica.group.placement, state)
-    state = whole_forms(state)
-    check_params(settled.plan, state.params)
-    check_batch(settled.replica, state, batch)
+        held = held_form(replica.group.placement, state)
     settled = settled._replace(fits=(fits, *settled.fits)[:2], held=held)
     if not settled.left_out or form in settled.forms:
         return settled
-    paths = dict(zip(settled.chosen, _paths(settled.replica, state, batch)))
-    check_paths(settled.plan, [i for i in settled.left_out if paths[i]])
+    has_path = dict(zip(settled.chosen, paths(replica, seen, batch)))
+    check_paths(settled.plan, [i for i in settled.left_out if has_path[i]])
     return settled._replace(forms=settled.forms | {form})
-
-
-def _ready(program: ClosedJaxpr, chosen: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(chosen[k] for k in ready_order(program, len(chosen)))
-
-
-def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
-    """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
-
-    virtual = replica.options.virtual_replicas
-    placement = replica.group.placement
-    own = replica.virtual(jnp.int32(0)) if virtual else replica
-
-    def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
-        sums = own.one(state, _part(replica, batch))
-        return sums.grads, (sums.loss, sums.aux)
-
-    try:
-        closed, (_, told) = trace(placement._replace(axis_name=None) if virtual else placement, program, state, batch)
-        return closed, told
-    except NameError as error:
-        unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
-        if unbound is None:
-            raise
-    # Not in there: JAX's own words would be shown above these.
-    if virtual:
-        refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
-    axis = replica.group.axis_name
-    there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
-    raise ValueError(
-        f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has {there}."
-    )
-
-
-def _paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
-    """Marks the trained leaves that have a path to the loss."""
-    found: list[tuple[bool, ...]] = []
-
-    def program(state: TrainState, batch: Any) -> None:
-        found.append(replica.paths(state, _part(replica, batch)))
-
-    trace(replica.group.placement, program, state, batch)
-    return found[0]
-
-
-def _part(replica: Replica, batch: Any) -> Any:
-    """The rows of one micro-batch."""
-    return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
-
-
-def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
-    """The schedule that was asked for, or the one that overlaps here."""
-    group = replica.group
-    asked = replica.options.schedule
-    own = collectives(program)
-    axes = group.placement.other_axes
-    if own:
-        refuse(replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(own))})"})
-    if callable(asked):
-        return asked
-    if asked != "auto":
-        return SCHEDULES[asked]
-    cpu_hosts = group.processes > 1 and group.size == group.processes and jax.default_backend() == "cpu"
-    in_one = after if replica.options.virtual_replicas else fused
-    return staged if cpu_hosts and not (own or axes or without_jit()) else in_one
 
 
 def _form(batch: Any) -> Any:

@@ -45,26 +45,19 @@ from fddp.step.replica import Replica, by_bucket
 from fddp.step.state import StepInfo, TrainState
 
 
-def sharded_pieces(replica: Replica, plan: BucketPlan, uses: Sequence[int], update: Update) -> Pieces:
-    """The pieces of such a step.
+def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
+    """The pieces of a step whose parameters are whole between steps: they are gathered as soon as they are updated.
 
     Args:
       replica: what one replica does.
       plan: the buckets, of whole leaves.
-      uses: the buckets in the order in which a forward pass uses what is in them.
-      update: as a step of whole state has it.
+      use: the update, as a step of whole state has it.
 
     Returns:
-      The pieces: gradients are scattered, parts are updated and gathered, or the other way round.
+      The pieces.
     """
-    parts = Parts(replica, plan, plan_of_parts(plan), update)
-    if replica.options.shard == "optimizer":
-        return _gathered_last(parts, range(len(plan.buckets)))
-    return _gathered_first(parts, uses)
-
-
-def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
-    """The parameters are whole between steps: they are gathered as soon as they are updated."""
+    parts = Parts(replica, plan, plan_of_parts(plan), use)
+    order = range(len(plan.buckets))
 
     def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
         return Before(None, pending)
@@ -86,8 +79,19 @@ def _gathered_last(parts: "Parts", order: Sequence[int]) -> Pieces:
     return Pieces(rounds, unpack, "unpack")
 
 
-def _gathered_first(parts: "Parts", order: Sequence[int]) -> Pieces:
-    """The parameters rest in parts between steps: they are gathered where the forward pass begins to use them."""
+def gathered_first(replica: Replica, plan: BucketPlan, order: Sequence[int], use: Update) -> Pieces:
+    """The pieces of a step whose parameters rest in parts: they are gathered where the forward pass begins to use them.
+
+    Args:
+      replica: what one replica does.
+      plan: the buckets, of whole leaves.
+      order: the buckets in the order in which a forward pass uses what is in them.
+      use: the update, as a step of whole state has it.
+
+    Returns:
+      The pieces.
+    """
+    parts = Parts(replica, plan, plan_of_parts(plan), use)
 
     def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
         return parts.gathered(parts.own(join(state, shards).params), order), ()

@@ -11,15 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
 from fddp.jaxpr import merge, split
-from fddp.optim import Optimizer, check_needs, optimizer_laid_out
+from fddp.optim import LocalSteps, Optimizer, check_needs, optimizer_laid_out
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.replica import Replica, with_trained
-from fddp.step.shards import check_shards, forms_in_shards, in_shards
+from fddp.step.combinations import LOOKAHEAD, MEMORY, refuse
+from fddp.step.held import form_in_shards, in_shards, with_held
+from fddp.step.replica import Replica
 from fddp.step.state import TrainState
+from fddp.step.way import Held
 
 
 def equal_start(group: Group, tree: Any) -> Any:
@@ -54,10 +57,10 @@ def first_state(replica: Replica, optimizer: Optimizer, params: Any, model_state
       The state; each replica has made its own parts of it.
     """
     placement = replica.group.placement
-    held, opt_state, buffers = _first_held(replica, optimizer, params, model_state)
     hook_state = placement.program(replica.remembered, (REPLICATED,), placement.per_replica)(params)
     number = placement.place(np.zeros((), np.int32), REPLICATED)
-    return TrainState(number, held, opt_state, buffers, hook_state, None, rng)
+    state = TrainState(number, params, None, model_state, hook_state, None, rng)
+    return with_held(state, _first_held(replica, optimizer, params, model_state))
 
 
 def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> TrainState:
@@ -67,16 +70,12 @@ def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state:
         return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
     state = jax.eval_shape(first, params, model_state, rng)
-    trained = replica.trained(state.params)
-    opt_state = jax.eval_shape(optimizer.init, trained)
-    held, opt_state, buffers = forms_in_shards(replica, trained, opt_state, state.model_state)
-    held = with_trained(state.params, held)
-    memory = replica.memory_form(params)
-    return state._replace(params=held, opt_state=opt_state, model_state=buffers, hook_state=memory)
+    opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
+    return form_in_shards(replica, state._replace(opt_state=opt_state, hook_state=replica.memory_form(params)))
 
 
-def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> tuple[Any, Any, Any]:
-    """The parameters, the optimizer's state and the buffers."""
+def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> Held:
+    """What replicas hold of the first parameters, optimizer's state and buffers."""
     placement = replica.group.placement
     trained = replica.trained(params)
     where = specs(placement, trained)
@@ -85,12 +84,10 @@ def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state
         # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
         opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
         held, opt_state, buffers = in_shards(replica, trained, opt_state, model_state)
-        buffers = buffers if replica.local_steps else None
         return take_apart((held, optimizer_laid_out(placement.other_axes, opt_state, trained, where), buffers))
 
     made = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))(trained, model_state)
-    held, opt_state, buffers = join(*made)
-    return with_trained(params, held), opt_state, buffers if replica.local_steps else model_state
+    return join(*made)
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:
@@ -109,17 +106,27 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
     return program(group.placement.place(tree, REPLICATED))
 
 
-def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
-    """Describes, line by line, all that must be equal on all ranks before anything is sent; raises what is wrong."""
+def check_start(replica: Replica, optimizer: Optimizer, params: Any) -> str:
+    """Refuses what a step cannot begin with; returns a remark for the user, or ""."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
     check_needs(optimizer, replica.trained(params))
-    check_shards(replica, optimizer, params)
+    remembers = jax.tree.leaves(replica.memory_form(params))
+    others = {
+        MEMORY: f"{replica.options.hook}, which remembers things from step to step" if remembers else "",
+        LOOKAHEAD: LOOKAHEAD if isinstance(params, optax.LookaheadParams) else "",
+    }
+    refuse(replica.asked | {name: shown for name, shown in others.items() if shown})
+    return replica.way.check(replica, optimizer, params)
+
+
+def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
+    """Describes, line by line, all that must be equal on all ranks before anything is sent."""
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
     return [
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
-        repr(replica.local_steps),
+        repr(optimizer) if isinstance(optimizer, LocalSteps) else "every step synchronizes",
         f"plan {replica.provisional_plan(params).digest}",
         *replica.described_groups(params),
         f"group.local {replica.group.local}",

@@ -21,15 +21,16 @@ from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
 from fddp.step.checks import check_no_sync
 from fddp.step.digests import comparing
+from fddp.step.held import held_form
 from fddp.step.options import OptionArguments, Options, check_optimizer, explained, name_of, read_options
 from fddp.step.replica import Replica
 from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
 from fddp.step.settle import Settled, Use
-from fddp.step.shards import held_form, nothing_shared
 from fddp.step.skips import Skips
-from fddp.step.start import described_start, equal_start, first_form, first_state
+from fddp.step.start import check_start, described_start, equal_start, first_form, first_state
 from fddp.step.state import StepInfo, TrainState
 from fddp.step.update import updated
+from fddp.step.ways import way_of
 
 
 class TrainStep:
@@ -62,14 +63,19 @@ class TrainStep:
         Raises:
           ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
         """
-        described = partial(described_start, self._replica, self._optimizer, params, model_state, rng)
-        verify(self.group, "parameters, options or versions", described)
+        replica = self._replica
+        start = replica, self._optimizer, params
+        remark = verify(
+            self.group,
+            "parameters, options or versions",
+            lambda: check_start(*start),
+            lambda remark: described_start(*start, model_state, rng),
+        )
         params, model_state, rng = equal_start(self.group, (params, model_state, rng))
-        state = first_state(self._replica, self._optimizer, params, model_state, rng)
-        held = held_form(self.group.placement, state)
-        self._expect(self._replica.provisional_plan(params), held)
-        if nothing := nothing_shared(self._replica, held):
-            self.group.print(f"fddp: {nothing}", file=sys.stderr)
+        state = first_state(replica, self._optimizer, params, model_state, rng)
+        self._expect(replica.provisional_plan(params), held_form(self.group.placement, state))
+        if remark:
+            self.group.print(f"fddp: {remark}", file=sys.stderr)
         return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -294,7 +300,8 @@ def train_step(
     check_callable("train_step", "loss_fn", loss_fn)
     check_optimizer("train_step", optimizer)
     settings = read_options("train_step", options)
-    local, inner = (optimizer, optimizer.inner) if isinstance(optimizer, LocalSteps) else (None, optimizer)
+    inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
     objective = make_objective(loss_fn, has_aux=has_aux)
-    replica = Replica(objective, group_of("train_step", group), settings, local_steps=local, loss=name_of(loss_fn))
+    way = way_of(settings, optimizer)
+    replica = Replica(objective, group_of("train_step", group), settings, way, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, add_tail, at_least, pack, scalar_dtype, take_tail, unpack, widened
+from fddp.buckets import Messages, add_tail, at_least, pack, scalar_dtype, take_tail, unpack, widened
 from fddp.comm import Group, block_of, of_one_replica, trace
+from fddp.losses import Joined
 from fddp.schedules import (
     Runner,
     Schedule,
@@ -30,8 +31,11 @@ from fddp.schedules import (
     on_threads,
     staged,
 )
+from fddp.step.checks import check_no_sync
+from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
-from fddp.step.state import Mean, TrainState
+from fddp.step.state import TrainState
+from fddp.step.way import Facts, Way
 
 # Gradients that travel, and what travels with them.
 Made: TypeAlias = tuple[Sequence[Array], Any]
@@ -39,41 +43,55 @@ Made: TypeAlias = tuple[Sequence[Array], Any]
 LAUNCHERS: dict[Schedule, Callable[..., Runner]] = {staged: on_threads, after: in_order}
 
 
-def virtual_runner(schedule: Schedule, step: VirtualStep, group: Group, donate: bool) -> Runner:
-    """Makes the runner of such a step.
+def virtual(count: int) -> Way:
+    """Makes the way of replicas that stand for virtual ones.
 
     Args:
-      schedule: `staged` or `after`.
-      step: the step.
-      group: the replicas.
-      donate: whether the last program may reuse the state's memory.
+      count: the number of virtual replicas.
 
     Returns:
-      The runner.
+      The way.
     """
-    make = partial(in_virtual_replicas, group.placement, step)
-    return LAUNCHERS[schedule](group, make, donate, on_each_device)
+    return Way(
+        name=f"virtual_replicas={count}",
+        check_batch=check_slices,
+        one=partial(one_of, number=jnp.int32(0)),
+        runner=_runner,
+        schedule=after,
+        replicas=count,
+        sums=False,
+        table_rows=False,
+    )
 
 
-def virtual_step(
-    replica: Replica, plan: BucketPlan, state: TrainState, rows: Any, use: Callable[[TrainState, Mean], Any]
-) -> VirtualStep:
+def one_of(replica: Replica, number: Any) -> Replica:
+    """The part of one virtual replica: it has a number of its own, and nobody to speak to inside of its programs."""
+    group = replica.group
+    comm = replace(group.communicator, size=replica.replicas, replica_index=lambda: number)
+    placement = group.placement._replace(axis_name=None)
+    return replace(replica, group=replace(group, communicator=comm, placement=placement))
+
+
+def _runner(schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+    group = replica.group
+    make = partial(in_virtual_replicas, group.placement, virtual_step(replica, facts))
+    return LAUNCHERS[schedule](group, make, replica.options.donate, on_each_device)
+
+
+def virtual_step(replica: Replica, facts: Facts) -> VirtualStep:
     """Describes such a step.
 
     Args:
       replica: what one replica does.
-      plan: the buckets.
-      state: the forms of the state.
-      rows: this process's, or their forms.
-      use: what is done with averaged gradients.
+      facts: of the step.
 
     Returns:
       The step.
     """
+    plan = facts.plan
     group = replica.group
-    virtual = replica.replicas
-    each = virtual // group.size
-    block = block_of(virtual, each)
+    each = replica.replicas // group.size
+    block = block_of(replica.replicas, each)
     # Those that travel, in one order whatever the buckets are.
     leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
     # XLA may add in more than 16 bits within a program, or not.
@@ -81,7 +99,7 @@ def virtual_step(
 
     def made_of(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
         made: Any
-        made, kept = replica.virtual(number).local(lambda *made: made, state, None, rows)  # type: ignore
+        made, kept = one_of(replica, number).local(lambda *made: made, state, None, rows)  # type: ignore
         grads = plan.treedef.flatten_up_to(made[0])
         return ([grads[i] for i in leaves], made[1]), kept
 
@@ -94,7 +112,8 @@ def virtual_step(
         inside = range(plan.treedef.num_leaves)
         return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
 
-    given = forms_of(state), of_one_replica(rows, virtual // group.processes), jax.ShapeDtypeStruct((), np.int32)
+    rows = of_one_replica(facts.batch, replica.replicas // group.processes)
+    given = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
     _, (made, _) = trace(group.placement, made_of, *given)
     sent = jax.eval_shape(lambda made: messages(_widened(made)), made)
 
@@ -110,7 +129,7 @@ def virtual_step(
     def finish(state: TrainState, came: Made, kept: Any, nbytes: Array) -> Any:
         grads = dict(zip(leaves, came[0]))
         back = [grads.get(i) for i in range(plan.treedef.num_leaves)], came[1]
-        return use(state, replica.virtual(0).mean(plan, lambda _: back, state, sent, kept, nbytes))
+        return facts.use(state, one_of(replica, 0).mean(plan, lambda _: back, state, sent, kept, nbytes))
 
     return VirtualStep(
         each=each,
@@ -121,7 +140,7 @@ def virtual_step(
         unpack=unpacked,
         reductions=tuple(
             reduction._replace(collective="tree_reduce", blocks=each // block)
-            for reduction in replica.reductions(plan, state.params)
+            for reduction in replica.reductions(plan, facts.state.params)
         ),
         keep=keep,
         finish=finish,
@@ -134,6 +153,32 @@ def _widened(made: Made) -> Made:
     least = scalar_dtype(jax.tree.leaves(tail))
     tail = jax.tree.map(lambda x: x.astype(at_least(x.dtype, least)), tail)
     return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
+
+
+def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> None:
+    """Says that virtual replicas would not be what they were: slices of equally many rows, in each step.
+
+    Args:
+      replica: what one replica does.
+      state: what a call was given.
+      batch: likewise.
+      rows: of a micro-batch of a virtual replica.
+
+    Raises:
+      ValueError: gradients are pending, a rank may be without data, there are other rows than in the first batch, or
+        replicas lie in another order than their processes.
+    """
+    if state.accumulated is not None:
+        check_no_sync(replica)
+    if isinstance(batch, Joined):
+        refuse(replica.asked | {"fddp.join": "fddp.join"})
+    if replica.unit is None:
+        check_order(replica)
+    elif replica.unit != rows:
+        raise ValueError(
+            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in the first batch; other "
+            "programs would compute it, and round otherwise: give batches of one size, or make a step for each."
+        )
 
 
 def check_order(replica: Replica) -> None:

@@ -1,0 +1,163 @@
+"""Reads one rank's first batch: the gradients' program, the order of readiness in it, and what may be unused."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fddp.comm import described, trace
+from fddp.jax_internals import ClosedJaxpr, without_jit
+from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
+from fddp.losses import unjoined
+from fddp.schedules import Schedule, after, eager, fused, staged
+from fddp.step.checks import check_batch, check_memory
+from fddp.step.combinations import COLLECTIVES, refuse
+from fddp.step.held import check_held
+from fddp.step.options import name_of
+from fddp.step.replica import Replica
+from fddp.step.same_rows import digest
+from fddp.step.state import TrainState
+
+SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged, "eager": eager}
+
+
+class Seen(NamedTuple):
+    """The facts that one rank reads off the gradients' program."""
+
+    state: TrainState
+    """The state as gradients go by it, with forms of whole arrays in place of shards."""
+    chosen: tuple[int, ...]
+    """The trained leaves."""
+    order: Sequence[int]
+    """The same, as their gradients become ready."""
+    uses: Sequence[int]
+    """The place in the forward pass at which each leaf is first used."""
+    reach: tuple[Sequence[bool], Sequence[int]]
+    """Marks of the trained leaves that have a path to the loss, and the number of rows that each gradient touches."""
+    schedule: Schedule
+    told: Any
+    """The forms of loss and aux."""
+    digest: bytes
+    """Of this rank's first rows."""
+
+
+def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
+    """Checks the first state and the first batch, and reads the gradients' program.
+
+    Args:
+      replica: what one replica does.
+      state: the first state.
+      batch: this process's rows, as programs take them.
+
+    Returns:
+      What is seen.
+
+    Raises:
+      ValueError: the state or the batch does not fit.
+      TypeError: the loss returns something else than promised.
+    """
+    check_batch(replica, state, batch)
+    state = check_held(replica, state)
+    check_memory(replica, state)
+    chosen = replica.chosen(state.params)
+    program, told = _gradients(replica, state, batch)
+    ready = tuple(chosen[k] for k in ready_order(program, len(chosen)))
+    touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
+    return Seen(
+        state=state,
+        chosen=chosen,
+        order=chosen[::-1] if replica.options.order == "reverse" else ready,
+        # The state comes first: the number of the step, then the parameters.
+        uses=first_uses(program)[1:][: len(jax.tree.leaves(state.params))],
+        reach=(paths(replica, state, batch), touched),
+        schedule=_schedule(replica, program),
+        told=told,
+        digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
+    )
+
+
+def described_batch(replica: Replica, batch: Any, call: str, seen: Seen) -> list[str]:
+    """Lines that must be equal on all ranks.
+
+    Args:
+      replica: what one replica does.
+      batch: this process's rows.
+      call: what the user called.
+      seen: what is seen in them.
+
+    Returns:
+      The lines.
+    """
+    state = seen.state
+    return [
+        f"call {call}",
+        repr(replica.options),
+        f"schedule {name_of(seen.schedule)}",
+        f"plan {replica.provisional_plan(state.params).digest}",
+        *replica.described_groups(state.params),
+        f"group.local {replica.group.local}",
+        *described("batch", batch),
+        *described("parameter", state.params),
+        *described("model_state", state.model_state),
+        *described("rng", state.rng),
+        *described("loss and aux", seen.told),
+    ]
+
+
+def paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
+    """Marks the trained leaves that have a path to the loss; all of them, where nobody asks."""
+    found: list[tuple[bool, ...]] = []
+
+    def program(state: TrainState, batch: Any) -> None:
+        found.append(replica.paths(state, _part(replica, batch)))
+
+    trace(replica.group.placement, program, state, batch)
+    return found[0]
+
+
+def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
+    """The gradients of one micro-batch of one replica as a program, and the form of loss and aux."""
+    one = replica.way.one(replica)
+
+    def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
+        sums = one.one(state, _part(replica, batch))
+        return sums.grads, (sums.loss, sums.aux)
+
+    try:
+        closed, (_, told) = trace(one.group.placement, program, state, batch)
+        return closed, told
+    except NameError as error:
+        unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
+        if unbound is None:
+            raise
+    # Not in there: JAX's own words would be shown above these.
+    if one is not replica:
+        refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
+    axis = replica.group.axis_name
+    there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
+    raise ValueError(
+        f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has {there}."
+    )
+
+
+def _part(replica: Replica, batch: Any) -> Any:
+    """The rows of one micro-batch."""
+    return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
+
+
+def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
+    """The schedule that was asked for, or the one that overlaps here."""
+    group = replica.group
+    asked = replica.options.schedule
+    own = collectives(program)
+    if own:
+        refuse(replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(own))})"})
+    if callable(asked):
+        return asked
+    if asked != "auto":
+        return SCHEDULES[asked]
+    cpu_hosts = group.processes > 1 and group.size == group.processes and jax.default_backend() == "cpu"
+    whole = own or group.placement.other_axes or without_jit()
+    return staged if cpu_hosts and not whole else replica.way.schedule

@@ -1,0 +1,127 @@
+"""What replicas hold of a state: made in a program, described by forms, and looked for in a state that a step is given.
+
+The step's way says what is cut and what is copied (`hold` in `step/way.py`); here it is asked with arrays of a program,
+with forms, and with the forms of a given state.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, take_apart, whole_forms
+from fddp.comm import Placement, of_one_replica, parts
+from fddp.step.replica import Replica, with_trained
+from fddp.step.state import TrainState
+from fddp.step.way import Held
+
+
+def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> Held:
+    """Cuts a state into what a step holds of it; inside a program, where each replica makes its own parts.
+
+    Args:
+      replica: what one replica does.
+      trained: the parameters that are trained, None in place of others.
+      opt_state: the optimizer's state for them.
+      model_state: the buffers.
+
+    Returns:
+      What is held; None for what stays as it is.
+    """
+    group = replica.group
+
+    def cut(x: Any) -> Shard:
+        part = own_part(x, group.size, group.communicator.replica_index())
+        return Shard(part, jnp.shape(x), ranks=group.shard_ranks)
+
+    return replica.way.hold(replica, trained, opt_state, model_state, cut, partial(copy_of, group.shard_ranks))
+
+
+def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
+    """The form of a state that a step holds, as all replicas together have it.
+
+    Args:
+      replica: what one replica does.
+      state: whole arrays, or their forms.
+
+    Returns:
+      The state with forms of shards, where the step has them.
+    """
+    group = replica.group
+    count = group.placement.replicas_in_array
+
+    def form(size: int, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size * count,), jnp.result_type(x))
+
+    def cut(x: Any) -> Shard:
+        return Shard(form(part_size(x.size, group.size), x), jnp.shape(x), ranks=group.shard_ranks)
+
+    def copy(x: Any) -> Shard:
+        return Shard(form(x.size, x), x.shape, copies=True, ranks=group.shard_ranks)
+
+    trained = replica.trained(state.params)
+    return with_held(state, replica.way.hold(replica, trained, state.opt_state, state.model_state, cut, copy))
+
+
+def with_held(state: TrainState, held: Held) -> TrainState:
+    """Puts what is held into a state, in the places of what does not stay as it is."""
+    params, opt_state, model_state = held
+    state = state._replace(params=with_trained(state.params, params), opt_state=opt_state)
+    return state if model_state is None else state._replace(model_state=model_state)
+
+
+def held_form(placement: Placement, state: TrainState) -> TrainState:
+    """The form of what one replica holds of a state.
+
+    Args:
+      placement: where the replicas are.
+      state: its arrays, or their forms.
+
+    Returns:
+      A state of `jax.ShapeDtypeStruct`s, in shards where the state is. Where a replica is several devices these are the
+      parts of each of them, but for what is pending.
+    """
+    equal, shards = take_apart(state._replace(hook_state=(), accumulated=None))
+    own = shards, state.hook_state, state.accumulated
+    shards, hook_state, accumulated = of_one_replica(own, placement.replicas_in_array)
+    return join(parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
+
+
+def check_held(replica: Replica, state: TrainState) -> TrainState:
+    """Says that a state is not held as the step holds it.
+
+    Args:
+      replica: what one replica does.
+      state: what a step was given.
+
+    Returns:
+      The state as gradients go by it, with forms of whole arrays in place of shards.
+
+    Raises:
+      ValueError: it is whole and ought to be in shards, or the other way round, or in shards of other replicas.
+    """
+    seen = whole_forms(replica.way.seen(state))
+    got = _kinds(state)
+    if not replica.way.apart:
+        if any(shard for shard, *_ in got):
+            raise ValueError(
+                "the state is in shards, and this step was made without shard=: give it 'optimizer' or 'state', or "
+                "give the step fddp.whole(state)."
+            )
+    elif got != _kinds(form_in_shards(replica, whole_forms(state))):
+        raise ValueError(
+            f"the state is not in shards of {replica.group.size} replicas, as a step with {replica.way.name} has it: "
+            "go on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for "
+            "looking at it."
+        )
+    return seen
+
+
+def _kinds(state: TrainState) -> list[tuple[Any, ...]]:
+    held = (state.params, state.opt_state, state.model_state)
+    return [_kind(x) for x in jax.tree.leaves(held, is_leaf=is_shard)]
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    return (True, x.copies, jnp.shape(x.parts)) if is_shard(x) else (False, False, jnp.shape(x))

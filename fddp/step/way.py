@@ -1,0 +1,156 @@
+"""The way in which replicas hold a state and make a step of it: a record that the core is given.
+
+`WHOLE` is the plain one: every replica holds all of the state and updates all of it. The others stand in rooms of their
+own, which import this one: `sharding`, `local_steps`, `reproducible`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+
+from fddp.buckets import BucketPlan, Messages, Shard, pack_parts, unpack_parts
+from fddp.comm import Group, specs
+from fddp.losses import Pending, Sums
+from fddp.optim import LocalState, Optimizer
+from fddp.schedules import Pieces, Round, Runner, Schedule, fused
+from fddp.step.combinations import LOCAL
+from fddp.step.state import Mean, TrainState
+
+if TYPE_CHECKING:  # a replica knows its way
+    from fddp.step.replica import Replica
+
+# The parameters that are trained, None for those that stay as they are; the optimizer's state; the buffers, None where
+# they stay.
+Held: TypeAlias = tuple[Any, Any, Any]
+# A whole array → what one replica holds of it.
+Cut: TypeAlias = Callable[[Any], Shard]
+
+
+class Facts(NamedTuple):
+    """What is known of a step once the first batch is compared."""
+
+    plan: BucketPlan
+    state: TrainState
+    """The forms of the state, as gradients go by it."""
+    batch: Any
+    """This process's rows, or their forms."""
+    told: Any
+    """The forms of loss and aux."""
+    uses: Sequence[int]
+    """When the forward pass first uses each leaf."""
+    use: Callable[[TrainState, Mean], Any]
+    """What is done with averaged gradients."""
+
+
+def _check(replica: "Replica", optimizer: Optimizer, params: Any) -> str:
+    del replica, optimizer, params
+    return ""
+
+
+def _check_batch(replica: "Replica", state: TrainState, batch: Any, rows: int) -> None:
+    del replica, state, batch, rows
+
+
+def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut) -> Held:
+    del replica, model_state, cut, copy
+    return jax.tree.map(lambda x: None, trained), opt_state, None
+
+
+def _seen(state: TrainState) -> TrainState:
+    if isinstance(state.opt_state, LocalState):
+        raise ValueError(
+            f"the optimizer's state is LocalState, and this step was made without {LOCAL}: begin with "
+            "step.init(fddp.whole(state.params))."
+        )
+    return state
+
+
+def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainState:
+    del group, state
+    return replicated
+
+
+def _accumulate(
+    replica: "Replica", state: TrainState, shards: Any, pending: Pending | None, rows: Any
+) -> tuple[Pending, Sums]:
+    del shards
+    return replica.accumulate(state, pending, rows)
+
+
+def _runner(schedule: Schedule, replica: "Replica", facts: Facts) -> Runner:
+    return schedule(replica.group, whole_pieces(replica, facts), replica.options.donate)
+
+
+class Way(NamedTuple):
+    """How replicas hold a state, and what a step of it is. Each field's default is that of replicas that hold all."""
+
+    name: str = ""
+    """How the user asked for it."""
+
+    check: Callable[["Replica", Any, Any], str] = _check
+    """(replica, optimizer, params): refuses what cannot be held or done so, before a state exists; returns a remark for
+    the user, or ""."""
+    check_batch: Callable[["Replica", TrainState, Any, int], None] = _check_batch
+    """(replica, state, batch, rows of a micro-batch): refuses a batch of a new form."""
+    hold: Callable[["Replica", Any, Any, Any, Cut, Cut], Held] = _hold
+    """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
+    seen: Callable[[TrainState], TrainState] = _seen
+    """The state as gradients go by it; refuses one of another way."""
+    gathered: Callable[[Group, TrainState, TrainState], TrainState] = _gathered
+    """(group, state, what of it is equal on all replicas) → the latter, with the parameters that `no_sync` computes
+    with; every rank calls it."""
+    accumulate: Callable[["Replica", TrainState, Any, Pending | None, Any], tuple[Pending, Sums]] = _accumulate
+    """(replica, state, shards, pending, rows) → everything pending, and these rows' own means; inside a program."""
+    one: Callable[["Replica"], "Replica"] = lambda replica: replica
+    """The replica whose gradients a program computes."""
+    runner: Callable[[Schedule, "Replica", Facts], Runner] = _runner
+    """(schedule, replica, facts) → what runs a step."""
+
+    schedule: Schedule = fused
+    """The schedule where nothing overlaps."""
+    replicas: int | None = None
+    """The number of replicas among which rows are divided; None: as many as the group has."""
+    apart: bool = False
+    """Whether each replica holds something of the state for itself."""
+    scattered: bool = False
+    """Whether buckets are cut into a part for each replica."""
+    sums: bool = True
+    """Whether messages are plain sums over replicas, in which scalars ride exactly;"""
+    table_rows: bool = True
+    """and those of gradients, of which a few rows may travel alone."""
+
+
+WHOLE = Way()
+
+
+def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
+    """The pieces of a step that every replica does as a whole.
+
+    Args:
+      replica: one of them.
+      facts: of the step.
+
+    Returns:
+      The pieces: one round, of all gradients.
+    """
+    plan = facts.plan
+    axes = replica.group.placement.other_axes
+    where = specs(replica.group.placement, facts.state.params)
+
+    def unpack(messages: Messages) -> tuple[list[Any], Any]:
+        return unpack_parts(axes, plan, messages, where)
+
+    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        return replica.local(partial(pack_parts, axes, plan, where=where), state, pending, rows)
+
+    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        return facts.use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
+
+    given = ("state", "pending", "rows")
+    sums = replica.reductions(plan, facts.state.params)
+    buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
+    carrier = plan.carrier.name
+    first = {name: min(facts.uses[i] for i in bucket.leaves) for name, bucket in buckets.items() if name != carrier}
+    return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)
