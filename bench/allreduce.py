@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 import fddp
 from bench.record import interleave, ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
-from fddp.analysis.plots import figure
 from fddp.analysis.tuning.link import Link, fit_link
+from fddp.measuring.plots import figure
 
 NUMBERS = 8_000_000
 SMALL = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)

@@ -34,8 +34,8 @@ from bench.problems import Problem, problem
 from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
-from fddp.analysis.measurement import MeasuredStep
-from fddp.analysis.plots import figure
+from fddp.measuring.measurement import MeasuredStep
+from fddp.measuring.plots import figure
 from fddp.schedules.timeline import Span, Timeline
 
 CAP_MB = 4.0  # for the first and the last bucket, too

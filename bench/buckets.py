@@ -23,8 +23,8 @@ import fddp
 from bench.problems import Problem
 from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
-from fddp.analysis.plots import figure
 from fddp.analysis.tuning.regrouping import different
+from fddp.measuring.plots import figure
 
 CAPS_MB = (0, 1, 2, 4, 8, 16, 25, 50)
 DEFAULT = 25  # PyTorch's and fddp's

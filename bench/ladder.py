@@ -28,7 +28,7 @@ from bench.problems import Problem, problem
 from bench.record import ratio, save, save_picture, summary
 from bench.two_hosts import BACKENDS, ask
 from bench.watching import Way, watch, way
-from fddp.analysis.plots import figure
+from fddp.measuring.plots import figure
 from fddp.schedules import Pieces, Runner, compiled, in_order, in_stages
 
 MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0

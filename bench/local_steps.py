@@ -31,7 +31,7 @@ from rich.table import Table
 import fddp
 from bench.record import save, save_picture
 from fddp import hooks
-from fddp.analysis.plots import figure
+from fddp.measuring.plots import figure
 from models import data, gpt
 
 REPLICAS, MiB = 4, 2**20

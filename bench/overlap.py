@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
 from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
-from fddp.analysis.plots import draw, figure
+from fddp.measuring.plots import draw, figure
 from fddp.schedules.timeline import Span, Timeline, outline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count

@@ -22,7 +22,7 @@ import fddp
 from bench.problems import Problem
 from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
-from fddp.analysis.plots import figure
+from fddp.measuring.plots import figure
 
 GROUPS = (1, 3, 5)
 CAP_MB = 4.0

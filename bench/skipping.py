@@ -29,7 +29,7 @@ import fddp
 from bench.problems import Problem
 from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
-from fddp.analysis.plots import figure
+from fddp.measuring.plots import figure
 from models import data, mlp
 
 EVERY = (1, 2, 4, 8)

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.record import save, save_picture
 from bench.two_hosts import BACKENDS, ask
-from fddp.analysis.plots import figure
 from fddp.analysis.tuning.link import Link
+from fddp.measuring.plots import figure
 from fddp.schedules.timeline import Pace
 
 

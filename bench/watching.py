@@ -9,8 +9,8 @@ import optax
 
 import fddp
 from bench.problems import Problem
-from fddp.analysis.measurement import Measurement
-from fddp.analysis.measurement import watch as timed
+from fddp.measuring.measurement import Measurement
+from fddp.measuring.measurement import watch as timed
 from fddp.schedules.timeline import Timeline
 
 OPTIMIZER = optax.sgd(1e-3)

@@ -36,6 +36,7 @@ from fddp.comm import round_robin as round_robin
 from fddp.data import gather_rows as gather_rows
 from fddp.data import join as join
 from fddp.data import samples as samples
+from fddp.evaluation import evaluate as evaluate
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
@@ -45,6 +46,10 @@ from fddp.losses import Shared as Shared
 from fddp.losses import Stacked as Stacked
 from fddp.losses import Weighted as Weighted
 from fddp.losses import mixed_precision as mixed_precision
+from fddp.measuring import Measurement as Measurement
+from fddp.measuring import Stats as Stats
+from fddp.measuring import measure as measure
+from fddp.measuring import stats as stats
 from fddp.optim import DynamicScaleState as DynamicScaleState
 from fddp.optim import LocalState as LocalState
 from fddp.optim import dynamic_scale as dynamic_scale
@@ -55,44 +60,37 @@ from fddp.runtime import init as init
 from fddp.runtime import launch as launch
 from fddp.runtime import preempted as preempted
 from fddp.runtime import shutdown as shutdown
+from fddp.sharding import whole as whole
 from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState
-from fddp.step import TrainStep as TrainStep
-from fddp.step import evaluate as evaluate
-from fddp.step import train_step as train_step
-from fddp.step import value_and_grad as value_and_grad
-from fddp.step import whole as whole
+from fddp.training import TrainStep as TrainStep
+from fddp.training import train_step as train_step
+from fddp.training import value_and_grad as value_and_grad
 
 if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit as Audit
     from fddp.analysis.auditing.report import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
     from fddp.analysis.mean_over_rows import check as check
-    from fddp.analysis.measurement import Measurement as Measurement
-    from fddp.analysis.measurement import measure as measure
-    from fddp.analysis.statistics import Stats as Stats
-    from fddp.analysis.statistics import stats as stats
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.search import Tuning as Tuning
     from fddp.analysis.tuning.search import tune as tune
+    from fddp.checkpoints import Checkpoints as Checkpoints
     from fddp.modules.batch_norm import BatchNorm as BatchNorm
     from fddp.modules.flax import Linen as Linen
     from fddp.modules.flax import Nnx as Nnx
     from fddp.modules.flax import from_linen as from_linen
     from fddp.modules.flax import from_nnx as from_nnx
-    from fddp.step.checkpoints import Checkpoints as Checkpoints
 
 # Loaded when they are used: observers, and what needs Flax or Orbax.
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
-    **dict.fromkeys(("Measurement", "measure"), "fddp.analysis.measurement"),
-    **dict.fromkeys(("Stats", "stats"), "fddp.analysis.statistics"),
     "Link": "fddp.analysis.tuning.link",
     **dict.fromkeys(("Tuning", "tune"), "fddp.analysis.tuning.search"),
     "BatchNorm": "fddp.modules.batch_norm",
-    "Checkpoints": "fddp.step.checkpoints",
+    "Checkpoints": "fddp.checkpoints",
     **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.modules.flax"),
 }
 

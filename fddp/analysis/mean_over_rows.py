@@ -16,7 +16,7 @@ import numpy as np
 from fddp.comm import AXIS
 from fddp.jaxpr import differentiable
 from fddp.losses import Pending, check_callable, contribute, make_objective
-from fddp.step.checks import check_rows
+from fddp.step import check_rows
 
 SHOWN = 6
 NOISE = 3.0  # up to so many times the difference between two keys, random numbers may be why halves and whole differ

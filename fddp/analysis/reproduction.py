@@ -17,7 +17,7 @@ import optax
 
 from fddp.analysis.workload import read_model
 from fddp.comm import mesh_group
-from fddp.step import train_step
+from fddp.training import train_step
 
 CALLS = 50
 ONE_THREAD = "XLA:CPU may add in another order where it has more threads than one (jax#39741): NPROC=1 gives it one."

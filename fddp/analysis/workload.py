@@ -14,7 +14,8 @@ import jax
 import optax
 
 from fddp.comm import Group
-from fddp.step import TrainState, TrainStep, train_step
+from fddp.step import TrainState
+from fddp.training import TrainStep, train_step
 
 NEEDED = ("PRESETS", "init", "batch", "loss_fn")
 

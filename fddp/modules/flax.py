@@ -16,7 +16,7 @@ from flax import nnx
 
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted
-from fddp.step import whole
+from fddp.sharding import whole
 
 LossOf = Callable[[Any, Any], Any]
 

@@ -36,5 +36,3 @@ from fddp.schedules.timeline import observed_pace as observed_pace
 from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate
 from fddp.schedules.trial import TRIED as TRIED
-from fddp.schedules.virtual import VirtualStep as VirtualStep
-from fddp.schedules.virtual import in_virtual_replicas as in_virtual_replicas

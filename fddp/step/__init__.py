@@ -1,14 +1,48 @@
-"""The user's side: `train_step` and `value_and_grad`, their options and their state.
+"""A step, whatever its kind: its options and its state, what the first batch settles, and what every call does.
 
-The first batch settles a step: the order of readiness, the plan, the programs. This room imports all others but data
-and analysis.
+It is given a `Way`, which says how replicas hold a state and what a step of it is; the ways but the plain one stand in
+rooms above. This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
 """
 
-from fddp.step.evaluate import evaluate as evaluate
-from fddp.step.gradients import value_and_grad as value_and_grad
+from fddp.step.buffers import average as average
+from fddp.step.checks import check_filled as check_filled
+from fddp.step.checks import check_no_sync as check_no_sync
+from fddp.step.checks import check_rows as check_rows
+from fddp.step.checks import refuse_transformations as refuse_transformations
+from fddp.step.combinations import LOCAL as LOCAL
+from fddp.step.combinations import MEMORY as MEMORY
+from fddp.step.combinations import refuse as refuse
+from fddp.step.held import held_form as held_form
+from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
+from fddp.step.options import Shared as Shared
+from fddp.step.options import check_optimizer as check_optimizer
+from fddp.step.options import explained as explained
+from fddp.step.options import name_of as name_of
+from fddp.step.options import read_options as read_options
+from fddp.step.replica import Replica as Replica
+from fddp.step.replica import by_bucket as by_bucket
+from fddp.step.replica import with_trained as with_trained
+from fddp.step.run import accumulate as accumulate
+from fddp.step.run import compare as compare
+from fddp.step.run import lower as lower
+from fddp.step.run import ready as ready
+from fddp.step.run import synchronize as synchronize
+from fddp.step.run import tasks as tasks
+from fddp.step.settle import Settled as Settled
+from fddp.step.settle import Use as Use
+from fddp.step.start import check_start as check_start
+from fddp.step.start import described_start as described_start
+from fddp.step.start import equal_start as equal_start
+from fddp.step.start import first_form as first_form
+from fddp.step.start import first_state as first_state
+from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import TrainState as TrainState
-from fddp.step.train import TrainStep as TrainStep
-from fddp.step.train import train_step as train_step
-from fddp.step.whole import whole as whole
+from fddp.step.update import updated as updated
+from fddp.step.way import WHOLE as WHOLE
+from fddp.step.way import Cut as Cut
+from fddp.step.way import Facts as Facts
+from fddp.step.way import Held as Held
+from fddp.step.way import Way as Way
+from fddp.step.way import whole_pieces as whole_pieces

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import fddp
-from fddp.analysis.measurement import MeasuredStep, Measurement
-from fddp.analysis.profile import COLLECTIVE, read_steps
 from fddp.jax_internals import Event, Plane
+from fddp.measuring.measurement import MeasuredStep, Measurement
+from fddp.measuring.profile import COLLECTIVE, read_steps
 from fddp.schedules.timeline import Span, Timeline
 
 

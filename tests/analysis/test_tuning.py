@@ -8,11 +8,11 @@ import optax
 import pytest
 
 import fddp
-from fddp.analysis.measurement import MeasuredStep
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
 from fddp.buckets import make_plan, place_scalars, plan_in_rows
+from fddp.measuring.measurement import MeasuredStep
 from fddp.schedules.timeline import Pace, Span, Timeline
 from models import mlp
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fddp
-from fddp.step.digests import _digest
+from fddp.guards.digests import _digest
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "float8_e4m3fn", "complex64")
 

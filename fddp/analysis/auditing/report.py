@@ -17,11 +17,11 @@ from fddp.analysis.auditing.carried import carried, merged, within_replicas
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
-from fddp.analysis.plots import draw, figure, label
 from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.hlo import Collective, Module, find_collectives, parse, work
+from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Timeline
-from fddp.step import TrainStep
+from fddp.training import TrainStep
 
 
 @dataclass(frozen=True)

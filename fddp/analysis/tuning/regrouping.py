@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fddp.analysis.measurement import MeasuredStep
 from fddp.buckets import Bucket, BucketPlan
 from fddp.comm import Group
+from fddp.measuring import MeasuredStep
 
 
 class Typical(NamedTuple):

@@ -16,16 +16,16 @@ import jax
 import numpy as np
 import optax
 
-from fddp.analysis.measurement import MeasuredStep, Measurement
 from fddp.analysis.tuning.link import Link, measure_link
 from fddp.analysis.tuning.regrouping import Typical, different, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
 from fddp.buckets import BucketPlan, place_scalars, plan_in_rows
 from fddp.comm import Group, verify
+from fddp.measuring import MeasuredStep, Measurement
 from fddp.runtime import group_of
 from fddp.schedules import TRIED, Pace, observed_pace, outline, simulate
-from fddp.step import TrainStep, train_step
-from fddp.step.combinations import refuse
+from fddp.step import refuse
+from fddp.training import TrainStep, train_step
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 TURNS = 3

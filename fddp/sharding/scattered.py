@@ -40,9 +40,8 @@ from fddp.comm import Communicator, add_replica_dim, as_uint32, count_bytes, dro
 from fddp.hooks import Reduction, reductions
 from fddp.losses import in_parts
 from fddp.schedules import Pieces, Round
-from fddp.step.parts_update import Update, run_on_parts
-from fddp.step.replica import Replica, by_bucket
-from fddp.step.state import StepInfo, TrainState
+from fddp.sharding.parts_update import Update, run_on_parts
+from fddp.step import Replica, StepInfo, TrainState, by_bucket
 
 
 def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:

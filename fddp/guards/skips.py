@@ -8,7 +8,7 @@ import numpy as np
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
-from fddp.step.state import StepInfo
+from fddp.step import StepInfo
 
 MOST = 16  # steps under way; more the host does not run ahead
 

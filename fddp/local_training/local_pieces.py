@@ -38,9 +38,7 @@ from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
 from fddp.optim import LocalState, LocalSteps, scale_of, skipped, update
 from fddp.schedules import Pieces, Round
-from fddp.step.buffers import average
-from fddp.step.replica import Replica, by_bucket, with_trained
-from fddp.step.state import Mean, StepInfo, TrainState
+from fddp.step import Mean, Replica, StepInfo, TrainState, average, by_bucket, with_trained
 
 GIVEN = ("state", "pending", "shards", "rows")
 RANGE = jnp.bfloat16  # weights of many steps times their changes outgrow float16, and no dtype of this range

@@ -15,7 +15,7 @@ from jaxtyping import Array, UInt32
 
 from fddp.buckets import take_apart, to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
-from fddp.step.state import TrainState
+from fddp.step import TrainState
 
 ODD = 0x9E3779B1  # an odd number, by which no word but zero is multiplied to zero modulo 2³²
 

@@ -19,9 +19,8 @@ from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_b
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
-from fddp.step.checks import check_filled, refuse_transformations
-from fddp.step.state import TrainState
-from fddp.step.whole import whole
+from fddp.sharding import whole
+from fddp.step import TrainState, check_filled, refuse_transformations
 
 
 def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], *, group: Group | None = None) -> Any:

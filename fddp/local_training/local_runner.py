@@ -8,14 +8,11 @@ import jax.numpy as jnp
 
 from fddp.buckets import scalar_dtype
 from fddp.comm import Group, nothing_to_compare, verify
+from fddp.local_training.local_pieces import Local, own_rows, own_view
 from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, LocalSteps
 from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
-from fddp.step.combinations import LOCAL
-from fddp.step.local import Local, own_rows, own_view
-from fddp.step.replica import Replica
-from fddp.step.state import TrainState
-from fddp.step.way import Cut, Facts, Held, Way, whole_pieces
+from fddp.step import LOCAL, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 

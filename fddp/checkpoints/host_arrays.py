@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fddp.buckets import is_shard, stacked
+from fddp.checkpoints.files import Leaves, Saved
 from fddp.comm import REPLICATED, Group, shortened
-from fddp.step.checkpoint_files import Leaves, Saved
-from fddp.step.state import TrainState
-from fddp.step.whole import cut
-from fddp.step.whole import whole as put_together
+from fddp.sharding import cut
+from fddp.sharding import whole as put_together
+from fddp.step import TrainState
 
 OWN = ("hook_state", "accumulated")
 """The parts of a state that each replica has for itself, along a first dim."""

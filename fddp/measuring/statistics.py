@@ -8,14 +8,17 @@ Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
 from fddp.buckets import MiB, whole_forms
 from fddp.schedules import Timeline
-from fddp.step import TrainState, TrainStep
+from fddp.step import TrainState
+
+if TYPE_CHECKING:  # a step measures itself
+    from fddp.training import TrainStep
 
 
 class Held(NamedTuple):
@@ -95,7 +98,7 @@ class Stats:
     """The part of the all-reduces that lay under computation."""
 
 
-def stats(step: TrainStep) -> Stats:
+def stats(step: "TrainStep") -> Stats:
     """Sums up what a step is and how its last runs went.
 
     Args:
@@ -137,7 +140,7 @@ def stats(step: TrainStep) -> Stats:
     )
 
 
-def _replica_bytes(step: TrainStep) -> ReplicaBytes:
+def _replica_bytes(step: "TrainStep") -> ReplicaBytes:
     plan = step.plan
     held = step.held
     gradients = sum(plan.leaves[i].nbytes for bucket in plan.buckets for i in bucket.leaves) + plan.padding

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from fddp.analysis.plots import draw, figure
-from fddp.analysis.profile import profiled
 from fddp.comm import verify
 from fddp.jaxpr import refuse_deleted
+from fddp.measuring.plots import draw, figure
+from fddp.measuring.profile import profiled
 from fddp.schedules import Span, Timeline
-from fddp.step import TrainStep
+
+if TYPE_CHECKING:  # a step measures itself
+    from fddp.training import TrainStep
 
 ROWS = {"step": 0, "compute": 1, "update": 1, "communication": 2}  # by kind of span
 NAMES = ("step", "compute", "communication")
@@ -168,7 +170,7 @@ class Measurement:
         return 100.0 * part / whole if whole else 0.0
 
 
-def measure(step: TrainStep, state: Any, batches: Iterable[Any]) -> Measurement:
+def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measurement:
     """Runs a step on each batch and tells where the time went; the first batch runs once before, to compile.
 
     Where the schedule runs several programs, it keeps the time itself. A step that is one program runs under XLA's

@@ -19,23 +19,18 @@ from jaxtyping import Array
 from fddp.buckets import Messages, add_tail, at_least, pack, scalar_dtype, take_tail, unpack, widened
 from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.losses import Joined
+from fddp.reproducible.virtual_list import VirtualStep, in_virtual_replicas
 from fddp.schedules import (
     Runner,
     Schedule,
-    VirtualStep,
     after,
     forms_of,
     in_order,
-    in_virtual_replicas,
     on_each_device,
     on_threads,
     staged,
 )
-from fddp.step.checks import check_no_sync
-from fddp.step.combinations import refuse
-from fddp.step.replica import Replica
-from fddp.step.state import TrainState
-from fddp.step.way import Facts, Way
+from fddp.step import Facts, Replica, TrainState, Way, check_no_sync, refuse
 
 # Gradients that travel, and what travels with them.
 Made: TypeAlias = tuple[Sequence[Array], Any]

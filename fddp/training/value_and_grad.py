@@ -9,14 +9,22 @@ import jax.numpy as jnp
 from fddp.comm import REPLICATED, Group
 from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
-from fddp.step.checks import refuse_transformations
-from fddp.step.combinations import MEMORY, refuse
-from fddp.step.options import OptionArguments, explained, read_options
-from fddp.step.replica import Replica
-from fddp.step.run import compare, ready, synchronize
-from fddp.step.settle import Settled
-from fddp.step.state import Mean, TrainState
-from fddp.step.ways import way_of
+from fddp.step import (
+    MEMORY,
+    Mean,
+    OptionArguments,
+    Replica,
+    Settled,
+    TrainState,
+    compare,
+    explained,
+    read_options,
+    ready,
+    refuse,
+    refuse_transformations,
+    synchronize,
+)
+from fddp.training.make import way_of
 
 CALL = "fddp.value_and_grad"
 

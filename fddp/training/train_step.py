@@ -5,32 +5,39 @@ Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyT
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 
-import fddp
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
-from fddp.losses import check_callable, make_objective
-from fddp.optim import LocalSteps, Optimizer
-from fddp.runtime import group_of
+from fddp.guards import Skips, comparing
+from fddp.measuring import Measurement, Stats, measure, stats
+from fddp.optim import Optimizer
 from fddp.schedules import TaskList, Timeline
-from fddp.step.checks import check_no_sync
-from fddp.step.digests import comparing
-from fddp.step.held import held_form
-from fddp.step.options import OptionArguments, Options, check_optimizer, explained, name_of, read_options
-from fddp.step.replica import Replica
-from fddp.step.run import accumulate, compare, lower, ready, synchronize, tasks
-from fddp.step.settle import Settled, Use
-from fddp.step.skips import Skips
-from fddp.step.start import check_start, described_start, equal_start, first_form, first_state
-from fddp.step.state import StepInfo, TrainState
-from fddp.step.update import updated
-from fddp.step.ways import way_of
+from fddp.step import (
+    Options,
+    Replica,
+    Settled,
+    StepInfo,
+    TrainState,
+    Use,
+    accumulate,
+    check_no_sync,
+    check_start,
+    compare,
+    described_start,
+    equal_start,
+    first_form,
+    first_state,
+    held_form,
+    lower,
+    ready,
+    synchronize,
+    tasks,
+)
 
 
 class TrainStep:
@@ -152,7 +159,7 @@ class TrainStep:
             raise ValueError("a fused step is one program; a step with a timeline has another schedule: 'staged', say.")
         return timeline()
 
-    def measure(self, state: TrainState, batches: Iterable[Any]) -> Any:
+    def measure(self, state: TrainState, batches: Iterable[Any]) -> Measurement:
         """`fddp.measure(step, state, batches)`: runs a step on each batch and tells where the time went.
 
         Args:
@@ -162,11 +169,11 @@ class TrainStep:
         Returns:
           The measurement.
         """
-        return fddp.measure(self, state, batches)
+        return measure(self, state, batches)
 
-    def stats(self) -> Any:
+    def stats(self) -> Stats:
         """`fddp.stats(step)`: what this step is and how its last runs went, as DDP logs it."""
-        return fddp.stats(self)
+        return stats(self)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step, as `jax.jit(f).lower` does, for a look at what XLA makes of it.
@@ -259,49 +266,3 @@ class TrainStep:
         if self._settled and (self.plan.leaves, self.plan.treedef) != (guess.leaves, guess.treedef):
             self._settled = None
         self._guess = guess, held
-
-
-@explained
-def train_step(
-    loss_fn: Callable[..., Any],
-    optimizer: Optimizer,
-    *,
-    group: Group | None = None,
-    has_aux: bool = False,
-    **options: Unpack[OptionArguments],
-) -> TrainStep:
-    """Makes a step that trains on many replicas with the mathematics of one on the joined batch.
-
-    Args:
-      loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it is called with
-        `model_state=` too and returns (loss, (model_state, aux)); with a random key it is called with `rng=`, a key of
-        this step, micro-batch and replica.
-      optimizer: any optax transformation, or `fddp.local_steps` of one; those with extra arguments get `value`, the
-        mean loss, and `grad`. With `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses
-        `params.fast`.
-      group: the replicas; None: those of `fddp.init()`.
-      has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas, element by element.
-      **options: fields of `fddp.Options`, named as DDP names them.
-
-    Returns:
-      A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).
-
-    Raises:
-      TypeError: an unknown option, a loss that is no function, an optimizer that wants more than loss and gradients.
-      ValueError: an option out of its range.
-
-    Example:
-      >>> import fddp, jax.numpy as jnp, optax
-      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.25))
-      >>> state, info = step(step.init(jnp.zeros(())), jnp.full(8, 2.0))
-      >>> float(info.loss), float(state.params)
-      (4.0, 1.0)
-    """
-    check_callable("train_step", "loss_fn", loss_fn)
-    check_optimizer("train_step", optimizer)
-    settings = read_options("train_step", options)
-    inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
-    objective = make_objective(loss_fn, has_aux=has_aux)
-    way = way_of(settings, optimizer)
-    replica = Replica(objective, group_of("train_step", group), settings, way, loss=name_of(loss_fn))
-    return TrainStep(replica, optimizer, partial(updated, inner))

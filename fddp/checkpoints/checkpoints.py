@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from fddp.checkpoints.files import Saved, newest, opened, unfinished, write
+from fddp.checkpoints.host_arrays import check_names, handed_round, laid, whole
 from fddp.comm import BETWEEN, Group, nothing_to_compare, verify
-from fddp.step.checkpoint_arrays import check_names, handed_round, laid, whole
-from fddp.step.checkpoint_files import Saved, newest, opened, unfinished, write
-from fddp.step.state import TrainState
-from fddp.step.train import TrainStep
+from fddp.step import TrainState
+from fddp.training import TrainStep
 
 
 class Checkpoints:

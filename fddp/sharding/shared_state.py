@@ -15,14 +15,9 @@ from fddp.comm import REPLICATED, Group
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Runner, Schedule
-from fddp.step.held import held_form
-from fddp.step.options import Shared
-from fddp.step.replica import Replica
-from fddp.step.sharded import gathered_first, gathered_last
-from fddp.step.start import first_form
-from fddp.step.state import TrainState
-from fddp.step.way import Cut, Facts, Held, Way
-from fddp.step.whole import whole
+from fddp.sharding.scattered import gathered_first, gathered_last
+from fddp.sharding.whole import whole
+from fddp.step import Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
 
 
 def sharded(shared: Shared) -> Way:

@@ -1,0 +1,8 @@
+"""The user's side: `train_step` and `value_and_grad`, which pick the way of a step from its options, once.
+
+This room imports step, all rooms of ways, guards and measuring, and what step imports.
+"""
+
+from fddp.training.make import train_step as train_step
+from fddp.training.train_step import TrainStep as TrainStep
+from fddp.training.value_and_grad import value_and_grad as value_and_grad

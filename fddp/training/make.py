@@ -1,0 +1,91 @@
+"""Makes a step of a loss, an optimizer and options, and picks its way from them, once."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Unpack
+
+from fddp.comm import Group
+from fddp.local_training import alone
+from fddp.losses import check_callable, make_objective
+from fddp.optim import LocalSteps, Optimizer
+from fddp.reproducible import virtual
+from fddp.runtime import group_of
+from fddp.sharding import sharded
+from fddp.step import (
+    WHOLE,
+    OptionArguments,
+    Options,
+    Replica,
+    Way,
+    check_optimizer,
+    explained,
+    name_of,
+    read_options,
+    updated,
+)
+from fddp.training.train_step import TrainStep
+
+
+@explained
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    *,
+    group: Group | None = None,
+    has_aux: bool = False,
+    **options: Unpack[OptionArguments],
+) -> TrainStep:
+    """Makes a step that trains on many replicas with the mathematics of one on the joined batch.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it is called with
+        `model_state=` too and returns (loss, (model_state, aux)); with a random key it is called with `rng=`, a key of
+        this step, micro-batch and replica.
+      optimizer: any optax transformation, or `fddp.local_steps` of one; those with extra arguments get `value`, the
+        mean loss, and `grad`. With `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses
+        `params.fast`.
+      group: the replicas; None: those of `fddp.init()`.
+      has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas, element by element.
+      **options: fields of `fddp.Options`, named as DDP names them.
+
+    Returns:
+      A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).
+
+    Raises:
+      TypeError: an unknown option, a loss that is no function, an optimizer that wants more than loss and gradients.
+      ValueError: an option out of its range.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.25))
+      >>> state, info = step(step.init(jnp.zeros(())), jnp.full(8, 2.0))
+      >>> float(info.loss), float(state.params)
+      (4.0, 1.0)
+    """
+    check_callable("train_step", "loss_fn", loss_fn)
+    check_optimizer("train_step", optimizer)
+    settings = read_options("train_step", options)
+    inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
+    objective = make_objective(loss_fn, has_aux=has_aux)
+    way = way_of(settings, optimizer)
+    replica = Replica(objective, group_of("train_step", group), settings, way, loss=name_of(loss_fn))
+    return TrainStep(replica, optimizer, partial(updated, inner))
+
+
+def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
+    """Picks the way.
+
+    Args:
+      options: of the step.
+      optimizer: of the step, if it has one.
+
+    Returns:
+      The way. Options that do not go with it are refused where the step is made of both.
+    """
+    if isinstance(optimizer, LocalSteps):
+        return alone(optimizer)
+    if options.virtual_replicas:
+        return virtual(options.virtual_replicas)
+    if options.shard:
+        return sharded(options.shard)
+    return WHOLE
