@@ -43,7 +43,7 @@ def _hold(replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut:
     return jax.tree.map(copy, trained), held, jax.tree.map(copy, model_state)
 
 
-def _seen(state: TrainState) -> TrainState:
+def _seen(replica: Replica, state: TrainState) -> TrainState:
     if not isinstance(state.opt_state, LocalState):
         raise ValueError(
             f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made with {LOCAL}: begin "

@@ -30,7 +30,7 @@ from fddp.schedules import (
     on_threads,
     staged,
 )
-from fddp.step import Facts, Replica, TrainState, Way, check_no_sync, refuse
+from fddp.step import WHOLE, Facts, Replica, TrainState, Way, check_no_sync, refuse
 
 # Gradients that travel, and what travels with them.
 Made: TypeAlias = tuple[Sequence[Array], Any]
@@ -49,7 +49,8 @@ def virtual(count: int) -> Way:
     """
     return Way(
         name=f"virtual_replicas={count}",
-        check_batch=check_slices,
+        check_batch=_check_slices,
+        seen=_seen,
         one=partial(one_of, number=jnp.int32(0)),
         runner=_runner,
         schedule=after,
@@ -150,21 +151,24 @@ def _widened(made: Made) -> Made:
     return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
 
 
-def check_slices(replica: Replica, state: TrainState, batch: Any, rows: int) -> None:
+def _seen(replica: Replica, state: TrainState) -> TrainState:
+    if state.accumulated is not None:
+        check_no_sync(replica)
+    return WHOLE.seen(replica, state)
+
+
+def _check_slices(replica: Replica, batch: Any, rows: int) -> None:
     """Says that virtual replicas would not be what they were: slices of equally many rows, in each step.
 
     Args:
       replica: what one replica does.
-      state: what a call was given.
-      batch: likewise.
+      batch: what a call was given.
       rows: of a micro-batch of a virtual replica.
 
     Raises:
-      ValueError: gradients are pending, a rank may be without data, there are other rows than in the first batch, or
-        replicas lie in another order than their processes.
+      ValueError: a rank may be without data, there are other rows than in the first batch, or replicas lie in another
+        order than their processes.
     """
-    if state.accumulated is not None:
-        check_no_sync(replica)
     if isinstance(batch, Joined):
         refuse(replica.asked | {"fddp.join": "fddp.join"})
     if replica.unit is None:

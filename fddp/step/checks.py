@@ -15,7 +15,6 @@ from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, unjoined
 from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
-from fddp.step.state import TrainState
 
 
 def refuse_transformations() -> None:
@@ -79,13 +78,12 @@ def check_params(plan: BucketPlan, params: Any) -> None:
     )
 
 
-def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
+def check_batch(replica: Replica, batch: Any) -> None:
     """Says that a batch cannot be divided among replicas and micro-batches.
 
     Args:
       replica: what one replica does.
-      state: what a call was given.
-      batch: likewise, as programs take it, or as it was given where they cannot.
+      batch: what a call was given, as programs take it, or as it was given where they cannot.
 
     Raises:
       ValueError: the message names the leaves, and says what to give.
@@ -96,14 +94,7 @@ def check_batch(replica: Replica, state: TrainState, batch: Any) -> None:
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
             f"{_shares(replica)}."
         )
-    replica.way.check_batch(replica, state, batch, rows // replica.micro_batches)
-    held = replica.group.placement.replicas_in_array
-    for pending in jax.tree.leaves(state.accumulated)[:1]:
-        if len(pending) != held:
-            raise ValueError(
-                f"the state has gradients pending of {len(pending)} replicas, this group has "
-                f"{held}; synchronize with a step before the number of replicas changes."
-            )
+    replica.way.check_batch(replica, batch, rows // replica.micro_batches)
 
 
 def check_rows(batch: Any, otherwise: str = "") -> int:
@@ -166,19 +157,6 @@ def _shares(replica: Replica) -> str:
 def check_no_sync(replica: Replica) -> None:
     """Says that nothing may be left pending, where sums are not a replica's own."""
     refuse(replica.asked | {"no_sync": "no_sync"})
-
-
-def check_memory(replica: Replica, state: TrainState) -> None:
-    """Says that what hooks remember comes from another hook or another number of replicas."""
-    share = replica.group.placement.replicas_in_array
-    got = described("", state.hook_state)
-    wanted = described("", replica.memory_form(state.params))
-    if got != wanted:
-        raise ValueError(
-            f"the state's hook_state is not that of {replica.options.hook} on {share} replicas: it has "
-            f"{'; '.join(got) or 'nothing'} instead of {'; '.join(wanted) or 'nothing'}. Take the one of a new "
-            "step.init(params), and what was remembered is lost, or the hook and replicas it was made with."
-        )
 
 
 def check_paths(plan: BucketPlan, new: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from fddp.jax_internals import ClosedJaxpr, without_jit
 from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
 from fddp.losses import unjoined
 from fddp.schedules import Schedule, after, eager, fused, staged
-from fddp.step.checks import check_batch, check_memory
+from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
 from fddp.step.options import name_of
@@ -58,9 +58,8 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
       ValueError: the state or the batch does not fit.
       TypeError: the loss returns something else than promised.
     """
-    check_batch(replica, state, batch)
+    check_batch(replica, batch)
     state = check_held(replica, state)
-    check_memory(replica, state)
     chosen = replica.chosen(state.params)
     program, told = _gradients(replica, state, batch)
     ready = tuple(chosen[k] for k in ready_order(program, len(chosen)))

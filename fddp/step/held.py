@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, take_apart, whole_forms
-from fddp.comm import Placement, of_one_replica, parts
+from fddp.comm import Placement, described, of_one_replica, parts
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 from fddp.step.way import Held
@@ -101,7 +101,7 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
     Raises:
       ValueError: it is whole and ought to be in shards, or the other way round, or in shards of other replicas.
     """
-    seen = whole_forms(replica.way.seen(state))
+    seen = whole_forms(replica.way.seen(replica, state))
     got = _kinds(state)
     if not replica.way.apart:
         if any(shard for shard, *_ in got):
@@ -115,7 +115,33 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
             "go on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for "
             "looking at it."
         )
+    _check_pending(replica, state)
+    _check_memory(replica, seen)
     return seen
+
+
+def _check_pending(replica: Replica, state: TrainState) -> None:
+    """Says that sums are pending of another number of replicas."""
+    count = replica.group.placement.replicas_in_array
+    for pending in jax.tree.leaves(state.accumulated)[:1]:
+        if len(pending) != count:
+            raise ValueError(
+                f"the state has gradients pending of {len(pending)} replicas, this group has "
+                f"{count}; synchronize with a step before the number of replicas changes."
+            )
+
+
+def _check_memory(replica: Replica, state: TrainState) -> None:
+    """Says that what hooks remember comes from another hook or another number of replicas."""
+    share = replica.group.placement.replicas_in_array
+    got = described("", state.hook_state)
+    wanted = described("", replica.memory_form(state.params))
+    if got != wanted:
+        raise ValueError(
+            f"the state's hook_state is not that of {replica.options.hook} on {share} replicas: it has "
+            f"{'; '.join(got) or 'nothing'} instead of {'; '.join(wanted) or 'nothing'}. Take the one of a new "
+            "step.init(params), and what was remembered is lost, or the hook and replicas it was made with."
+        )
 
 
 def _kinds(state: TrainState) -> list[tuple[Any, ...]]:

@@ -45,7 +45,8 @@ def ready(
         refuse_deleted(leaves)
         settled = settle(replica, use, state, rows, call)
         settled.runner.rehearse(*_of_one_replica(settled, state, rows))
-    settled = admit(settled, tree, state, rows)
+    else:
+        settled = admit(settled, tree, state, rows)
     return settled, (*_given(settled, given, leaves), rows)
 
 

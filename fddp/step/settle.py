@@ -96,6 +96,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         left_out=tuple(i for i in seen.chosen if i not in agreed.order),
         forms=frozenset({_form(batch)}),
         held=held_form(group.placement, state),
+        fits=(_fit(replica, jax.tree.structure(state), state, batch),),
         undivided=isinstance(unjoined(batch), Undivided),
     )
 
@@ -164,23 +165,28 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
       ValueError: the parameters or the batch do not fit.
     """
     replica = settled.replica
-    form = _form(batch)
-    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
-    fits = tree, [len(x) for x in own], form
+    fits = _fit(replica, tree, state, batch)
     if fits in settled.fits:
         return settled
     seen = check_held(replica, state)
     check_params(settled.plan, seen.params)
-    check_batch(replica, seen, batch)
+    check_batch(replica, batch)
     held = settled.held
     if held.accumulated is None and state.accumulated is not None:
         held = held_form(replica.group.placement, state)
     settled = settled._replace(fits=(fits, *settled.fits)[:2], held=held)
+    form = _form(batch)
     if not settled.left_out or form in settled.forms:
         return settled
     has_path = dict(zip(settled.chosen, paths(replica, seen, batch)))
     check_paths(settled.plan, [i for i in settled.left_out if has_path[i]])
     return settled._replace(forms=settled.forms | {form})
+
+
+def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
+    """Facts that are alike for calls that need no other check."""
+    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
+    return tree, [len(x) for x in own], _form(batch)
 
 
 def _form(batch: Any) -> Any:

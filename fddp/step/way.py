@@ -49,8 +49,8 @@ def _check(replica: "Replica", optimizer: Optimizer, params: Any) -> str:
     return ""
 
 
-def _check_batch(replica: "Replica", state: TrainState, batch: Any, rows: int) -> None:
-    del replica, state, batch, rows
+def _check_batch(replica: "Replica", batch: Any, rows: int) -> None:
+    del replica, batch, rows
 
 
 def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut) -> Held:
@@ -58,7 +58,8 @@ def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cu
     return jax.tree.map(lambda x: None, trained), opt_state, None
 
 
-def _seen(state: TrainState) -> TrainState:
+def _seen(replica: "Replica", state: TrainState) -> TrainState:
+    del replica
     if isinstance(state.opt_state, LocalState):
         raise ValueError(
             f"the optimizer's state is LocalState, and this step was made without {LOCAL}: begin with "
@@ -92,12 +93,12 @@ class Way(NamedTuple):
     check: Callable[["Replica", Any, Any], str] = _check
     """(replica, optimizer, params): refuses what cannot be held or done so, before a state exists; returns a remark for
     the user, or ""."""
-    check_batch: Callable[["Replica", TrainState, Any, int], None] = _check_batch
-    """(replica, state, batch, rows of a micro-batch): refuses a batch of a new form."""
+    check_batch: Callable[["Replica", Any, int], None] = _check_batch
+    """(replica, batch, rows of a micro-batch): refuses a batch of a new form."""
     hold: Callable[["Replica", Any, Any, Any, Cut, Cut], Held] = _hold
     """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
-    seen: Callable[[TrainState], TrainState] = _seen
-    """The state as gradients go by it; refuses one of another way."""
+    seen: Callable[["Replica", TrainState], TrainState] = _seen
+    """(replica, state) → the state as gradients go by it; refuses one of another way."""
     gathered: Callable[[Group, TrainState, TrainState], TrainState] = _gathered
     """(group, state, what of it is equal on all replicas) → the latter, with the parameters that `no_sync` computes
     with; every rank calls it."""
