@@ -23,6 +23,7 @@ from fddp.losses.rng import folded as folded
 from fddp.losses.sums import Pending as Pending
 from fddp.losses.sums import Sums as Sums
 from fddp.losses.sums import accumulate as accumulate
+from fddp.losses.sums import added as added
 from fddp.losses.sums import contribute as contribute
 from fddp.losses.sums import in_parts as in_parts
 from fddp.losses.sums import in_unit as in_unit

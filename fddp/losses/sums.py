@@ -131,9 +131,14 @@ def plus(a: Sums | None, b: Sums) -> Sums:
     """Adds contributions of one replica: None is neutral, as are gradients of (); a leaf used in either is used."""
     if a is None:
         return b
-    grads = jax.tree.map(jnp.add, a.grads, b.grads) if a.grads else b.grads
-    sums = jax.tree.map(jnp.add, a._replace(grads=()), b._replace(grads=()))
+    grads = added(a.grads, b.grads) if a.grads else b.grads
+    sums = added(a._replace(grads=()), b._replace(grads=()))
     return sums._replace(grads=grads, used=jax.tree.map(jnp.maximum, a.used, b.used))
+
+
+def added(a: Any, b: Any) -> Any:
+    """Adds two trees of sums, array by array: wherever contributions meet, in a loop, a list or a tree."""
+    return jax.tree.map(jnp.add, a, b)
 
 
 def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:

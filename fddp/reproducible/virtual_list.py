@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.comm import Placement, merges, of_one_replica, trace
-from fddp.hooks import Reduction
 from fddp.jaxpr import arrivals, ready_order
+from fddp.losses import added
+from fddp.schedules import Pieces
 from fddp.schedules.lists import forms_of, names_of, stages_of
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, communications, equal_everywhere
 
@@ -35,8 +36,8 @@ class Half(NamedTuple):
     """Whether it was added here, so that its memory may be reused; somebody else may hold what a stage made."""
 
 
-class VirtualStep(NamedTuple):
-    """A step, per virtual replica."""
+class Tree(NamedTuple):
+    """A tree in which the contributions of virtual replicas are added, whatever messages carry the sums."""
 
     each: int
     """The number of virtual replicas for which a replica stands."""
@@ -44,123 +45,120 @@ class VirtualStep(NamedTuple):
     """The number of them that it adds up before it sends."""
     first: Callable[[], jax.Array]
     """() → the number of its first virtual replica, for each replica."""
-    contribute: Callable[[Any, Any, Any], tuple[tuple[Sequence[Any], Any], Any]]
-    """(state, rows, number) → gradients and the tail, and what is kept, of one virtual replica."""
     pack: Callable[[tuple[Sequence[Any], Any]], Sequence[Any]]
     """Gradients and the tail → messages."""
     unpack: Callable[[Sequence[Any]], Any]
     """Sums of messages → sums."""
-    reductions: tuple[Reduction, ...]
-    """The reduction of each message."""
     keep: Callable[[Sequence[Any]], Any]
     """(what is kept, of each virtual replica) → what their replica keeps."""
-    finish: Callable[[Any, Any, Any, Any], Any]
-    """(state, sums, what is kept, bytes sent per message) → the step's result."""
 
 
 def in_virtual_replicas(
-    placement: Placement, step: VirtualStep, state: Any, pending: Any, shards: Any, rows: Any
+    placement: Placement, pieces: Pieces, tree: Tree, state: Any, pending: Any, shards: Any, rows: Any
 ) -> TaskList:
     """Lists one virtual replica after the other; a message leaves when the last of them has made its part of it.
 
     Args:
       placement: where the replicas' programs run.
-      step: the step.
+      pieces: one round, (state, rows, number of a virtual replica) → its gradients and the tail, and what is kept; and
+        what finishes, (state, shards, sums, what is kept, bytes sent per message) → the step's result, and the shards.
+      tree: adds what the round makes.
       state: arguments of one replica, or their forms.
       pending: nothing; there is no `no_sync`.
-      shards: nothing.
+      shards: nothing, and nothing is made of them.
       rows: likewise, as for state.
 
     Returns:
       The list; its values are arrays of one replica each, for programs of one.
     """
-    del pending, shards
+    del pending
+    (contributes,) = pieces.rounds
     state = forms_of(state)
     rows = forms_of(rows)
     number = jax.ShapeDtypeStruct((), np.int32)
-    one = of_one_replica(rows, step.each)
+    one = of_one_replica(rows, tree.each)
     of_state = names_of("state", state)
     of_rows = names_of("rows", rows)
 
-    contribute, (made, kept) = trace(placement, step.contribute, state, one, number)
+    contribute, (made, kept) = trace(placement, contributes.run, state, one, number)
     parts = names_of("made", made)
     held = names_of("kept", kept)
     groups = _cuts(made[0], ready_order(contribute, len(made[0])), len(parts), len(held))
     read = [*of_state, *names_of("row", one), "number"]
     stages = stages_of("stage", "compute", contribute, read, [*parts, *held], groups)
 
-    pack, messages = trace(placement, step.pack, made)
+    pack, messages = trace(placement, tree.pack, made)
     titles = [f"message {k}" for k in range(len(messages))]
     packing = stages_of("pack", "compute", pack, parts, titles, [[k] for k in range(len(messages))])
-    (sends,) = communications([step.reductions])
-    tasks = [_dealt(step.each, of_rows, read[len(of_state) :])]
-    tasks += _contributions(step, stages, packing, sends)
+    (sends,) = communications([contributes.reductions])
+    tasks = [_dealt(tree.each, of_rows, read[len(of_state) :])]
+    tasks += _contributions(tree, stages, packing, sends)
 
-    unpack, came = trace(placement, step.unpack, messages)
+    unpack, came = trace(placement, tree.unpack, messages)
     back = names_of("came", came)
     when = arrivals(unpack, {k: k for k in range(len(sends))})
     groups = [[at for at, last in enumerate(when) if last == k] for k in range(len(sends))]
     tasks += stages_of("unpack", "update", unpack, [task.writes[0] for task in sends], back, groups)
 
-    keep, _ = trace(placement, step.keep, [kept] * step.each)
-    keeps = [_of(name, v) for v in range(step.each) for name in held]
+    keep, _ = trace(placement, tree.keep, [kept] * tree.each)
+    keeps = [_of(name, v) for v in range(tree.each) for name in held]
     tasks += stages_of("keep", "update", keep, keeps, held, [range(len(held))]) if held else []
 
     nbytes = jax.ShapeDtypeStruct((len(sends),), np.uint32)
-    finish, result = trace(placement, step.finish, state, came, kept, nbytes)
+    finish, (result, new) = trace(placement, pieces.finish, state, shards, came, kept, nbytes)
     results = names_of("result", result)
     read = [*of_state, *back, *held, BYTES]
     tasks += stages_of("update", "update", finish, read, results, [range(len(results))])
 
-    first = cache(lambda: placement.each(step.first()))
+    first = cache(lambda: placement.each(tree.first()))
 
     def enter(state: Any, pending: Any, shards: Any, rows: Any) -> dict[str, Any]:
         given = dict(zip([*of_state, *of_rows], map(placement.each, jax.tree.leaves((state, rows)))))
         return given | {FIRST: first()}
 
     treedef = jax.tree.structure(result)
-    return TaskList(tuple(tasks), enter, lambda values: (treedef.unflatten([values[name] for name in results]), ()))
+    return TaskList(tuple(tasks), enter, lambda values: (treedef.unflatten([values[name] for name in results]), new))
 
 
 def _contributions(
-    step: VirtualStep, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
+    tree: Tree, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
 ) -> list[Task]:
     """Lists the stages of all virtual replicas; behind each stage the tasks that add and pack what it made.
 
     A sum that waits for its other half in the tree waits as it was made; a block that is whole is packed.
     """
     tasks = list[Task]()
-    complete = merges(step.block)
-    added = cache(_added)
+    complete = merges(tree.block)
+    sums = cache(_adding)
     packed = cache(lambda k, count: _packed(packing[k], count))
     waiting = [list[Half]() for _ in packing]
     blocks = [list[str]() for _ in packing]
-    for v in range(step.each):
+    for v in range(tree.each):
         there = set[str]()
         left = 0
-        last = v == step.each - 1
+        last = v == tree.each - 1
         for stage in stages:
             tasks.append(_renamed(stage, v))
             there |= set(stage.writes)
             while left < len(packing) and there.issuperset(packing[left].reads):
                 k = left
-                count = complete[v % step.block]
+                count = complete[v % tree.block]
                 halves = [waiting[k].pop() for _ in range(count)][::-1]
                 own = Half(tuple(_of(name, v) for name in packing[k].reads), False)
                 reads = tuple(name for half in (*halves, own) for name in half.names)
-                if (v + 1) % step.block == 0:
+                if (v + 1) % tree.block == 0:
                     blocks[k].append(
-                        sends[k].reads[0] if step.each == step.block else f"block of message {k} up to {v}"
+                        sends[k].reads[0] if tree.each == tree.block else f"block of message {k} up to {v}"
                     )
                     tasks.append(Compute(f"pack message {k} of {v}", reads, (blocks[k][-1],), packed(k, count)))
                 elif count:
                     names = tuple(f"half of {name} up to {v}" for name in packing[k].reads)
                     reuses = len(names) if halves[0].added else 0
-                    tasks.append(Compute(f"add message {k} of {v}", reads, names, added(count), reuses=reuses))
+                    tasks.append(Compute(f"add message {k} of {v}", reads, names, sums(count), reuses=reuses))
                     waiting[k].append(Half(names, True))
                 else:
                     waiting[k].append(own)
-                if last and step.each > step.block:
+                if last and tree.each > tree.block:
                     tasks.append(Compute(f"join message {k}", tuple(blocks[k]), sends[k].reads, _joined))
                 if last:
                     tasks.append(sends[k])
@@ -168,14 +166,14 @@ def _contributions(
     return tasks
 
 
-def _added(count: int) -> Callable[..., Sequence[Any]]:
+def _adding(count: int) -> Callable[..., Sequence[Any]]:
     """Makes a program that adds the halves that waited, the last one first, to the values behind them."""
 
     def run(*values: Any) -> Sequence[Any]:
         width = len(values) // (count + 1)
         *waiting, made = (values[at : at + width] for at in range(0, len(values), width))
         for half in reversed(waiting):
-            made = [a + b for a, b in zip(half, made)]
+            made = added(half, made)
         return made
 
     return run
@@ -183,7 +181,7 @@ def _added(count: int) -> Callable[..., Sequence[Any]]:
 
 def _packed(packing: Compute, count: int) -> Callable[..., Sequence[Any]]:
     """Makes the same program, which also packs the sum."""
-    return lambda *values: packing.run(*_added(count)(*values))
+    return lambda *values: packing.run(*_adding(count)(*values))
 
 
 def _joined(*blocks: Any) -> Sequence[Any]:

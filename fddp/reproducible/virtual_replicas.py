@@ -19,8 +19,10 @@ from jaxtyping import Array
 from fddp.buckets import Messages, add_tail, at_least, pack, scalar_dtype, take_tail, unpack, widened
 from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.losses import Joined
-from fddp.reproducible.virtual_list import VirtualStep, in_virtual_replicas
+from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
 from fddp.schedules import (
+    Pieces,
+    Round,
     Runner,
     Schedule,
     after,
@@ -70,20 +72,12 @@ def one_of(replica: Replica, number: Any) -> Replica:
 
 def _runner(schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
     group = replica.group
-    make = partial(in_virtual_replicas, group.placement, virtual_step(replica, facts))
+    make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
     return LAUNCHERS[schedule](group, make, replica.options.donate, on_each_device)
 
 
-def virtual_step(replica: Replica, facts: Facts) -> VirtualStep:
-    """Describes such a step.
-
-    Args:
-      replica: what one replica does.
-      facts: of the step.
-
-    Returns:
-      The step.
-    """
+def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
+    """The pieces of one virtual replica, and the tree in which they are added."""
     plan = facts.plan
     group = replica.group
     each = replica.replicas // group.size
@@ -122,25 +116,28 @@ def virtual_step(replica: Replica, facts: Facts) -> VirtualStep:
         broken = [own for _, own in kept]
         return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
 
-    def finish(state: TrainState, came: Made, kept: Any, nbytes: Array) -> Any:
+    def finish(state: TrainState, shards: Any, came: Made, kept: Any, nbytes: Array) -> tuple[Any, Any]:
         grads = dict(zip(leaves, came[0]))
         back = [grads.get(i) for i in range(plan.treedef.num_leaves)], came[1]
-        return facts.use(state, one_of(replica, 0).mean(plan, lambda _: back, state, sent, kept, nbytes))
+        mean = one_of(replica, 0).mean(plan, lambda _: back, state, sent, kept, nbytes)
+        return facts.use(state, mean), shards
 
-    return VirtualStep(
+    sums = tuple(
+        reduction._replace(collective="tree_reduce", blocks=each // block)
+        for reduction in replica.reductions(plan, facts.state.params)
+    )
+    # What it makes is packed only when it is added up.
+    contributes: Any = contribute
+    pieces = Pieces((Round("stage", ("state", "rows"), contributes, sums, "compute"),), finish)  # type: ignore
+    tree = Tree(
         each=each,
         block=block,
         first=lambda: each * _numbers(group),
-        contribute=contribute,
         pack=lambda made: messages(made).arrays,
         unpack=unpacked,
-        reductions=tuple(
-            reduction._replace(collective="tree_reduce", blocks=each // block)
-            for reduction in replica.reductions(plan, facts.state.params)
-        ),
         keep=keep,
-        finish=finish,
     )
+    return pieces, tree
 
 
 def _widened(made: Made) -> Made:

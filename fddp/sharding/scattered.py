@@ -38,7 +38,7 @@ from fddp.buckets import (
 )
 from fddp.comm import Communicator, add_replica_dim, as_uint32, count_bytes, drop_replica_dim
 from fddp.hooks import Reduction, reductions
-from fddp.losses import in_parts
+from fddp.losses import added, in_parts
 from fddp.schedules import Pieces, Round
 from fddp.sharding.parts_update import Update, run_on_parts
 from fddp.step import Replica, StepInfo, TrainState, by_bucket
@@ -151,7 +151,7 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
             if number == of - 1:
                 tail, own = replica.tail(pending, rows)
                 return add_tail(plan, buckets, tail), (add_replica_dim(own), broken, before.sums)
-            sums = (_added(before.sums),) if number else ()
+            sums = (reduce(added, before.sums),) if number else ()
             kept = Before(before.params, add_replica_dim(pending), broken, sums, before.number + 1)
             return Messages(buckets, ((), None)), kept
 
@@ -260,14 +260,9 @@ class Parts:
 
     def _came(self, sums: Sequence[Sequence[Array]], messages: Messages) -> tuple[list[Any], Any]:
         buckets, tail = take_tail(self.of_parts, messages)
-        buckets = _added((*sums, buckets))
+        buckets = reduce(added, (*sums, tuple(buckets)))
         return self.plan.treedef.flatten_up_to(unpack(self.of_parts, buckets)), tail
 
 
 def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_shard)
-
-
-def _added(terms: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
-    """Arrays of several terms each."""
-    return tuple(reduce(jnp.add, each) for each in zip(*terms))
