@@ -10,7 +10,7 @@ from fddp.buckets import scalar_dtype
 from fddp.comm import Group, nothing_to_compare, verify
 from fddp.local_training.local_pieces import Local, own_rows, own_view
 from fddp.losses import Pending, Sums
-from fddp.optim import LocalState, LocalSteps
+from fddp.optim import LocalState, LocalSteps, Met
 from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
 from fddp.step import LOCAL, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
 
@@ -66,12 +66,14 @@ def _runner(steps: LocalSteps, schedule: Schedule, replica: Replica, facts: Fact
 
 
 class Latest(NamedTuple):
-    """The step that ran last."""
+    """The step that ran last, or is due."""
 
     step: Any
     """Its number, as it was returned: perhaps still computed."""
     number: int
     runner: Runner
+    met: Met
+    """The synchronizations around it."""
 
 
 def local_runner(schedule: Schedule, local: Local, group: Group, together: Pieces, donate: bool) -> Runner:
@@ -94,29 +96,28 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
         return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
 
     first = of_kind(0)
-    latest = Latest(None, 0, first)
+    latest = Latest(None, 0, first, Met())
 
-    def due(state: TrainState) -> tuple[Runner, int]:
+    def due(state: TrainState) -> Latest:
         if isinstance(state.step, jax.ShapeDtypeStruct):
-            return first, 0
+            return latest._replace(runner=first)
         # The number itself is not asked for, where it is known: it may still be computed.
         step = state.step
         if isinstance(step, Promise) and step is not latest.step:
             step = step.result()
         number = latest.number + 1 if step is latest.step else int(jax.device_get(step)) + 1
-        steps = local.steps
-        return of_kind(TOGETHER if number <= steps.start else steps.sends(number)), number
+        fragment, met = local.steps.sends(number, latest.met)
+        return Latest(None, number, of_kind(TOGETHER if number <= local.steps.start else fragment), met)
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal latest
-        runner, number = due(state)
-        result, shards, _ = runner.run(state, pending, shards, (), rows)
-        latest = Latest(result[0].step, number, runner)
+        now = due(state)
+        result, shards, _ = now.runner.run(state, pending, shards, (), rows)
+        latest = now._replace(step=result[0].step)
         return result, shards, memory
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
-        runner, _ = due(state)
-        return runner.lower(state, pending, shards, (), rows)  # type: ignore
+        return due(state).runner.lower(state, pending, shards, (), rows)  # type: ignore
 
     def rehearse_fragments(*arguments: Any) -> None:
         def attempt() -> None:
@@ -129,7 +130,7 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
         run,
         None if first.lower is None else lower,
         None if first.timeline is None else lambda: latest.runner.timeline(),  # pyright: ignore[reportOptionalCall]
-        lambda state, *rest: due(state)[0].tasks(state, *rest),
+        lambda state, *rest: due(state).runner.tasks(state, *rest),
         first.promises,
         rehearse_fragments,
     )

@@ -6,6 +6,7 @@ This room imports losses and jaxpr.
 from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out
 from fddp.optim.local import LocalState as LocalState
 from fddp.optim.local import LocalSteps as LocalSteps
+from fddp.optim.local import Met as Met
 from fddp.optim.local import Optimizer as Optimizer
 from fddp.optim.local import local_steps as local_steps
 from fddp.optim.loss_scale import DynamicScaleState as DynamicScaleState

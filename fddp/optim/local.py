@@ -30,6 +30,13 @@ class LocalState(NamedTuple):
     """Σ w that a replica has trained on since the last synchronization of each fragment, each replica's own."""
 
 
+class Met(NamedTuple):
+    """Numbers of steps alone after which replicas synchronized last, and will next; 0 at first."""
+
+    last: int = 0
+    next: int = 0
+
+
 @dataclass(frozen=True)
 class LocalSteps:
     """An optimizer of replicas that train alone for some steps; made by `local_steps`."""
@@ -41,8 +48,6 @@ class LocalSteps:
     fragments: int
     delay: int
     mix: float
-    met: list[int] = field(default_factory=lambda: [0, 0], repr=False, compare=False)
-    """Numbers of steps alone after which replicas synchronized last, and will next, where `every` is a function."""
 
     def __repr__(self) -> str:
         """Names functions by their names, so that the text is equal on ranks that were given the same options."""
@@ -61,31 +66,32 @@ class LocalSteps:
             "with chains, scales and other wrappers inside of it."
         )
 
-    def sends(self, number: int) -> int | None:
+    def sends(self, number: int, met: Met) -> tuple[int | None, Met]:
         """Finds the fragment that a step synchronizes.
 
         Args:
           number: number of the step, from 1.
+          met: what an earlier call returned, so that this one need not count from the beginning.
 
         Returns:
-          The fragment's number, or None.
+          The fragment's number, or None; and where `every` is a function, when replicas meet around this step.
         """
         alone = number - self.start - self.delay  # steps that replicas have trained alone when a fragment leaves
         if alone <= 0:
-            return None
+            return None, met
         if callable(self.every):
-            return 0 if self._meets(alone) else None
+            met = self._met(self.every, alone, met)
+            return (0 if met.next == alone else None), met
         due = [f for f in range(self.fragments) if alone % self.every == f * self.every // self.fragments]
-        return due[0] if due else None
+        return (due[0] if due else None), met
 
-    def _meets(self, alone: int) -> bool:
-        """Whether replicas synchronize after `alone` steps, where the function `every` gives the steps between two."""
-        if alone <= self.met[0]:
-            self.met[:] = [0, 0]
-        while self.met[1] < alone:
-            between = self.every(self.start + self.met[1])  # pyright: ignore[reportCallIssue]
-            self.met[:] = [self.met[1], self.met[1] + check_whole("every(step)", between, 1 + self.delay)]
-        return self.met[1] == alone
+    def _met(self, every: Callable[[int], int], alone: int, met: Met) -> Met:
+        """Finds the first synchronization that is not before `alone` steps, and the one before it."""
+        met = met if alone > met.last else Met()
+        while met.next < alone:
+            between = check_whole("every(step)", every(self.start + met.next), 1 + self.delay)
+            met = Met(met.next, met.next + between)
+        return met
 
 
 Optimizer: TypeAlias = optax.GradientTransformation | LocalSteps
