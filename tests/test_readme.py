@@ -158,10 +158,14 @@ def test_every_file_and_test_exists(page):
 ### The house
 
 
-def test_the_reading_order_names_every_module():
-    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", PAGES["architecture.md"])) - {"hooks/__init__.py"}
-    rooms = {str(path.relative_to(ROOT / "fddp")) for path in (ROOT / "fddp").glob("*/**/*.py")}
-    assert named == {path for path in rooms if not path.endswith("__init__.py")}
+def test_the_reading_order_names_ten_files_and_the_door_of_every_room():
+    order = PAGES["architecture.md"].partition("## The reading order")[2].partition("\n## ")[0]
+    files = [str(path.relative_to(ROOT / "fddp")) for path in (ROOT / "fddp").rglob("*.py")]
+    ten = re.findall(r"^\| `(\w+/\w+\.py)` \|", order, re.MULTILINE)
+    doors = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)`", order, re.MULTILINE))
+    assert len(ten) == 10 and set(ten) | set(doors.values()) <= set(files)
+    assert set(doors) == {path.parent.name for path in (ROOT / "fddp").glob("*/__init__.py")} - {"jax_internals"}
+    assert all(path.startswith(f"{room}/") for room, path in doors.items())
 
 
 def test_the_table_of_imports_is_the_contract():
@@ -179,5 +183,5 @@ def test_the_path_of_a_step_is_the_rooms_that_it_imports():
     (drawing,) = re.findall(r"From the call of a step.*?```\n(.*?)```", PAGES["architecture.md"], re.DOTALL)
     drawn = re.findall(r"^[ │├└─]*(\w+)/", drawing, re.MULTILINE)
     assert drawn == ["step", "schedules", "losses", "buckets", "hooks", "optim"]
-    code = "".join((ROOT / "fddp" / "step" / name).read_text() for name in ("settle.py", "replica.py", "train.py"))
+    code = "".join((ROOT / "fddp" / "step" / name).read_text() for name in ("settle.py", "replica.py", "way.py"))
     assert all(f"from fddp.{room} import" in code for room in drawn[1:])
