@@ -84,6 +84,16 @@ def test_one_room_reads_what_jax_does_not_promise(path):
     assert module(path).startswith("jax_internals") or inside.findall(path.read_text()) == []
 
 
+CORE = [path for path in MODULES if path.parent.name == "step" and path.stem not in ("options", "combinations")]
+
+
+@pytest.mark.parametrize("path", CORE, ids=names)
+def test_the_core_never_asks_of_which_kind_a_step_is(path):
+    """It is given a `Way`; options are checked where they are given, and picked from in `training`."""
+    asked = re.compile(r"\bif\b[^\n\"]*(virtual_replicas|local_steps|LocalSteps|\.shard\b)")
+    assert asked.findall(path.read_text()) == []
+
+
 ### Modules
 
 

@@ -28,6 +28,7 @@ def alone(steps: LocalSteps) -> Way:
     """
     return Way(
         name=LOCAL,
+        described=repr(steps),
         hold=_hold,
         seen=_seen,
         accumulate=_accumulate,

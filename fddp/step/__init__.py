@@ -39,7 +39,6 @@ from fddp.step.start import first_state as first_state
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import TrainState as TrainState
-from fddp.step.update import updated as updated
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Cut as Cut
 from fddp.step.way import Facts as Facts

@@ -16,7 +16,7 @@ import optax
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
 from fddp.jaxpr import merge, split
-from fddp.optim import LocalSteps, Optimizer, check_needs, optimizer_laid_out
+from fddp.optim import Optimizer, check_needs, optimizer_laid_out
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import LOOKAHEAD, MEMORY, refuse
 from fddp.step.held import form_in_shards, in_shards, with_held
@@ -126,7 +126,7 @@ def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_s
     return [
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
-        repr(optimizer) if isinstance(optimizer, LocalSteps) else "every step synchronizes",
+        replica.way.described,
         f"plan {replica.provisional_plan(params).digest}",
         *replica.described_groups(params),
         f"group.local {replica.group.local}",

@@ -1,7 +1,7 @@
 """The way in which replicas hold a state and make a step of it: a record that the core is given.
 
 `WHOLE` is the plain one: every replica holds all of the state and updates all of it. The others stand in rooms of their
-own, which import this one: `sharding`, `local_steps`, `reproducible`.
+own, which import this one: `sharding`, `local_training`, `reproducible`.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,6 +89,8 @@ class Way(NamedTuple):
 
     name: str = ""
     """How the user asked for it."""
+    described: str = ""
+    """More of what he asked for, to be compared on all ranks."""
 
     check: Callable[["Replica", Any, Any], str] = _check
     """(replica, optimizer, params): refuses what cannot be held or done so, before a state exists; returns a remark for

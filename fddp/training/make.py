@@ -21,9 +21,9 @@ from fddp.step import (
     explained,
     name_of,
     read_options,
-    updated,
 )
 from fddp.training.train_step import TrainStep
+from fddp.training.update import updated
 
 
 @explained

@@ -8,8 +8,7 @@ import optax
 
 from fddp.comm import laid_out
 from fddp.optim import DynamicScaleState, all_finite, recorded, update
-from fddp.step.replica import Replica, with_trained
-from fddp.step.state import Mean, StepInfo, TrainState
+from fddp.step import Mean, Replica, StepInfo, TrainState, with_trained
 
 
 def updated(
