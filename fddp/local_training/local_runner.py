@@ -12,7 +12,7 @@ from fddp.local_training.local_pieces import Local, own_rows, own_view
 from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, LocalSteps, Met
 from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
-from fddp.step import LOCAL, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
+from fddp.step import LOCAL, WHOLE, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 
@@ -26,7 +26,7 @@ def alone(steps: LocalSteps) -> Way:
     Returns:
       The way.
     """
-    return Way(
+    return WHOLE._replace(
         name=LOCAL,
         described=repr(steps),
         hold=_hold,

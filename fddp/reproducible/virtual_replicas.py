@@ -49,7 +49,7 @@ def virtual(count: int) -> Way:
     Returns:
       The way.
     """
-    return Way(
+    return WHOLE._replace(
         name=f"virtual_replicas={count}",
         check_batch=_check_slices,
         seen=_seen,

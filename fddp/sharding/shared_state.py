@@ -17,7 +17,7 @@ from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Runner, Schedule
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
-from fddp.step import Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
+from fddp.step import WHOLE, Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
 
 
 def sharded(shared: Shared) -> Way:
@@ -29,7 +29,7 @@ def sharded(shared: Shared) -> Way:
     Returns:
       The way.
     """
-    return Way(
+    return WHOLE._replace(
         name=f"shard={shared!r}",
         check=partial(_check, shared),
         hold=partial(_hold, shared),

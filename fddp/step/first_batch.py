@@ -121,7 +121,7 @@ def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJ
     one = replica.way.one(replica)
 
     def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
-        sums = one.one(state, _part(replica, batch))
+        sums = one.contribution(state, _part(replica, batch))
         return sums.grads, (sums.loss, sums.aux)
 
     try:

@@ -174,7 +174,7 @@ class Replica:
         sums, pending = self._gather(state, pending, rows, self.options.accumulation_steps)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
 
-    def one(self, state: TrainState, part: Any) -> Sums:
+    def contribution(self, state: TrainState, part: Any) -> Sums:
         """The contribution of one micro-batch."""
         return contribute(*self._given(state, part)).sums
 

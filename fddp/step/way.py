@@ -44,6 +44,78 @@ class Facts(NamedTuple):
     """What is done with averaged gradients."""
 
 
+class Way(NamedTuple):
+    """How replicas hold a state, and what a step of it is."""
+
+    name: str
+    """The words with which the user asked for it; "" for the plain way."""
+    described: str
+    """More of what the user asked for, to be compared on all ranks."""
+
+    check: Callable[["Replica", Any, Any], str]
+    """(replica, optimizer, params): refuses what cannot be held or done so, before a state exists; returns a remark for
+    the user, or ""."""
+    check_batch: Callable[["Replica", Any, int], None]
+    """(replica, batch, rows of a micro-batch): refuses a batch of a new form."""
+    hold: Callable[["Replica", Any, Any, Any, Cut, Cut], Held]
+    """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
+    seen: Callable[["Replica", TrainState], TrainState]
+    """(replica, state) → the state as gradients go by it; refuses one of another way."""
+    gathered: Callable[[Group, TrainState, TrainState], TrainState]
+    """(group, state, what of it is equal on all replicas) → the latter, with the parameters that `no_sync` computes
+    with; every rank calls it."""
+    accumulate: Callable[["Replica", TrainState, Any, Pending | None, Any], tuple[Pending, Sums]]
+    """(replica, state, shards, pending, rows) → everything pending, and these rows' own means; inside a program."""
+    one: Callable[["Replica"], "Replica"]
+    """The replica whose gradients a program computes."""
+    runner: Callable[[Schedule, "Replica", Facts], Runner]
+    """(schedule, replica, facts) → what runs a step."""
+
+    schedule: Schedule
+    """The schedule where nothing overlaps."""
+    replicas: int | None
+    """The number of replicas among which rows are divided; None: as many as the group has."""
+    apart: bool
+    """Whether each replica holds something of the state for itself."""
+    scattered: bool
+    """Whether buckets are cut into a part for each replica."""
+    sums: bool
+    """Whether messages are plain sums over replicas, in which scalars ride exactly;"""
+    table_rows: bool
+    """and those of gradients, of which a few rows may travel alone."""
+
+
+def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
+    """The pieces of a step that every replica does as a whole.
+
+    Args:
+      replica: one of them.
+      facts: of the step.
+
+    Returns:
+      The pieces: one round, of all gradients.
+    """
+    plan = facts.plan
+    axes = replica.group.placement.other_axes
+    where = specs(replica.group.placement, facts.state.params)
+
+    def unpack(messages: Messages) -> tuple[list[Any], Any]:
+        return unpack_parts(axes, plan, messages, where)
+
+    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        return replica.local(partial(pack_parts, axes, plan, where=where), state, pending, rows)
+
+    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        return facts.use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
+
+    given = ("state", "pending", "rows")
+    sums = replica.reductions(plan, facts.state.params)
+    buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
+    carrier = plan.carrier.name
+    first = {name: min(facts.uses[i] for i in bucket.leaves) for name, bucket in buckets.items() if name != carrier}
+    return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)
+
+
 def _check(replica: "Replica", optimizer: Optimizer, params: Any) -> str:
     del replica, optimizer, params
     return ""
@@ -84,76 +156,22 @@ def _runner(schedule: Schedule, replica: "Replica", facts: Facts) -> Runner:
     return schedule(replica.group, whole_pieces(replica, facts), replica.options.donate)
 
 
-class Way(NamedTuple):
-    """How replicas hold a state, and what a step of it is. Each field's default is that of replicas that hold all."""
-
-    name: str = ""
-    """How the user asked for it."""
-    described: str = ""
-    """More of what he asked for, to be compared on all ranks."""
-
-    check: Callable[["Replica", Any, Any], str] = _check
-    """(replica, optimizer, params): refuses what cannot be held or done so, before a state exists; returns a remark for
-    the user, or ""."""
-    check_batch: Callable[["Replica", Any, int], None] = _check_batch
-    """(replica, batch, rows of a micro-batch): refuses a batch of a new form."""
-    hold: Callable[["Replica", Any, Any, Any, Cut, Cut], Held] = _hold
-    """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
-    seen: Callable[["Replica", TrainState], TrainState] = _seen
-    """(replica, state) → the state as gradients go by it; refuses one of another way."""
-    gathered: Callable[[Group, TrainState, TrainState], TrainState] = _gathered
-    """(group, state, what of it is equal on all replicas) → the latter, with the parameters that `no_sync` computes
-    with; every rank calls it."""
-    accumulate: Callable[["Replica", TrainState, Any, Pending | None, Any], tuple[Pending, Sums]] = _accumulate
-    """(replica, state, shards, pending, rows) → everything pending, and these rows' own means; inside a program."""
-    one: Callable[["Replica"], "Replica"] = lambda replica: replica
-    """The replica whose gradients a program computes."""
-    runner: Callable[[Schedule, "Replica", Facts], Runner] = _runner
-    """(schedule, replica, facts) → what runs a step."""
-
-    schedule: Schedule = fused
-    """The schedule where nothing overlaps."""
-    replicas: int | None = None
-    """The number of replicas among which rows are divided; None: as many as the group has."""
-    apart: bool = False
-    """Whether each replica holds something of the state for itself."""
-    scattered: bool = False
-    """Whether buckets are cut into a part for each replica."""
-    sums: bool = True
-    """Whether messages are plain sums over replicas, in which scalars ride exactly;"""
-    table_rows: bool = True
-    """and those of gradients, of which a few rows may travel alone."""
-
-
-WHOLE = Way()
-
-
-def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
-    """The pieces of a step that every replica does as a whole.
-
-    Args:
-      replica: one of them.
-      facts: of the step.
-
-    Returns:
-      The pieces: one round, of all gradients.
-    """
-    plan = facts.plan
-    axes = replica.group.placement.other_axes
-    where = specs(replica.group.placement, facts.state.params)
-
-    def unpack(messages: Messages) -> tuple[list[Any], Any]:
-        return unpack_parts(axes, plan, messages, where)
-
-    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return replica.local(partial(pack_parts, axes, plan, where=where), state, pending, rows)
-
-    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        return facts.use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
-
-    given = ("state", "pending", "rows")
-    sums = replica.reductions(plan, facts.state.params)
-    buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
-    carrier = plan.carrier.name
-    first = {name: min(facts.uses[i] for i in bucket.leaves) for name, bucket in buckets.items() if name != carrier}
-    return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)
+WHOLE = Way(
+    name="",
+    described="",
+    check=_check,
+    check_batch=_check_batch,
+    hold=_hold,
+    seen=_seen,
+    gathered=_gathered,
+    accumulate=_accumulate,
+    one=lambda replica: replica,
+    runner=_runner,
+    schedule=fused,
+    replicas=None,
+    apart=False,
+    scattered=False,
+    sums=True,
+    table_rows=True,
+)
+"""Every replica holds all of the state and updates all of it; other ways are made of this one, with some fields new."""
