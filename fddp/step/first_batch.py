@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     told: Any
     """The forms of loss and aux."""
     digest: bytes
-    """Of this rank's first rows."""
+    """The digest of this rank's first rows."""
 
 
 def look(replica: Replica, state: TrainState, batch: Any) -> Seen:

@@ -1,4 +1,4 @@
-"""What replicas hold of a state: made in a program, described by forms, and looked for in a state that a step is given.
+"""A state as replicas hold it: made in a program, described by forms, and looked for in a state that a step is given.
 
 The step's way says what is cut and what is copied (`hold` in `step/way.py`); here it is asked with arrays of a program,
 with forms, and with the forms of a given state.

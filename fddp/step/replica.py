@@ -44,7 +44,7 @@ class Replica:
     options: Options
     """Options of bucketing, accumulating and sending."""
     way: "Way"
-    """How replicas hold a state, and what a step of it is."""
+    """The way in which replicas hold a state and make a step of it."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch: so many weigh 1, where the loss tells no weight of its own."""
     loss: str = "loss_fn"

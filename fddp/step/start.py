@@ -75,7 +75,7 @@ def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state:
 
 
 def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> Held:
-    """What replicas hold of the first parameters, optimizer's state and buffers."""
+    """The first parameters, optimizer's state and buffers, as replicas hold them."""
     placement = replica.group.placement
     trained = replica.trained(params)
     where = specs(placement, trained)

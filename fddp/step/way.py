@@ -29,7 +29,7 @@ Cut: TypeAlias = Callable[[Any], Shard]
 
 
 class Facts(NamedTuple):
-    """What is known of a step once the first batch is compared."""
+    """The facts of a step that are known once the first batch is compared."""
 
     plan: BucketPlan
     state: TrainState
@@ -39,13 +39,13 @@ class Facts(NamedTuple):
     told: Any
     """The forms of loss and aux."""
     uses: Sequence[int]
-    """When the forward pass first uses each leaf."""
+    """The place in the forward pass at which each leaf is first used."""
     use: Callable[[TrainState, Mean], Any]
-    """What is done with averaged gradients."""
+    """Makes the step's result of averaged gradients."""
 
 
 class Way(NamedTuple):
-    """How replicas hold a state, and what a step of it is."""
+    """Replicas' way to hold a state and to make a step of it."""
 
     name: str
     """The words with which the user asked for it; "" for the plain way."""

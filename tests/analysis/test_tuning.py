@@ -8,9 +8,10 @@ import optax
 import pytest
 
 import fddp
+from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
-from fddp.analysis.tuning.search import Candidate, Tuning, tune_model
+from fddp.analysis.tuning.search import Candidate, Tuning
 from fddp.buckets import make_plan, place_scalars, plan_in_rows
 from fddp.measuring.measurement import MeasuredStep
 from fddp.schedules.timeline import Pace, Span, Timeline

@@ -12,7 +12,6 @@ from functools import partial
 from statistics import median_high
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 
@@ -98,7 +97,8 @@ class Tuning:
         Raises:
           ValueError: a single replica was measured, which says nothing of a link.
         """
-        hop, one = hop_of(self.link, self.replicas, algorithm), self.best
+        hop = hop_of(self.link, self.replicas, algorithm)
+        one = self.best
         updates = (*one.updates[:-1], one.updates[-1] + self.idle_s)
         return project(
             one.stages, one.nbytes, hop, updates=updates, pace=self.pace, replicas=replicas, algorithm=algorithm
@@ -176,18 +176,8 @@ def tune(
       >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
       [(0.0, 2), (0.25, 1)]
     """
-    group, schedule = group_of("tune", group), options.get("schedule", "auto")
-    if group.size != group.processes or schedule not in ("staged", "auto"):
-        raise ValueError(
-            "tune simulates the staged schedule, for groups of one replica per process: got "
-            f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
-            "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
-        )
-    if count := options.get("virtual_replicas"):
-        refuse({"virtual_replicas": f"virtual_replicas={count}", "fddp.tune": "fddp.tune"})
-    if not caps_mb:
-        raise ValueError("caps_mb must hold at least one cap to choose from.")
-    verify(group, "what to tune", lambda: [f"schedule {schedule}"])
+    group = group_of("tune", group)
+    schedule = _schedule(group, caps_mb, options)
     bucketing = {name: options[name] for name in ("first_bucket_mb", "last_bucket_mb", "groups") if name in options}
     alone = group.subgroup([group.rank])
 
@@ -213,8 +203,8 @@ def tune(
         step, run = made(group, cap_mb)
         runs = _in_turn(group, run_finest, made(alone, cap_mb)[1], run)
         plans = planned({bucket.leaves[0]: bucket.rows.most for bucket in step.plan.buckets if bucket.rows})
-        (fine, quiet, busy), busy_steps = (typical(group, run) for run in runs), runs[-1]
-        pace = _pace(group, busy_steps, sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
+        fine, quiet, busy = (typical(group, run) for run in runs)
+        pace = _pace(group, runs[-1], sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
         more = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
@@ -227,7 +217,8 @@ def tune(
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
 
     # The pace depends a little on the cap: so the look at the chosen cap itself decides.
-    chosen, seen = median_high(planned({})), set[float]()
+    chosen = median_high(planned({}))
+    seen = set[float]()
     while True:
         seen.add(chosen)
         busy, candidates, pace = look(chosen)
@@ -241,28 +232,21 @@ def tune(
     return Tuning(group.size, link, pace, busy.idle, candidates, best, *took)
 
 
-def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tuning:
-    """Tunes a model by name, under SGD and with made-up rows: what the command line calls.
-
-    Args:
-      module: has `PRESETS`, `init(model, key, batch)`, `batch(model, rows, seed)` and `loss_fn(model)`, as models/.
-      preset: one of its `PRESETS`.
-      rows: of each process.
-      **options: of `tune`.
-
-    Returns:
-      The tuning.
-
-    Raises:
-      ValueError: there is no such preset.
-    """
-    if preset not in module.PRESETS:
-        raise ValueError(f"{module.__name__} has presets {', '.join(module.PRESETS)}, got {preset!r}.")
-    model, group = module.PRESETS[preset], group_of("tune_model", options.pop("group", None))
-    batch = module.batch(model, rows, group.rank)
-    params, model_state = module.init(model, jax.random.key(0), batch)
-    loss, sgd = module.loss_fn(model), optax.sgd(1e-3)
-    return tune(loss, sgd, params, batch, group=group, has_aux=True, model_state=model_state, **options)
+def _schedule(group: Group, caps_mb: Sequence[float], options: Mapping[str, Any]) -> str:
+    """The schedule that was asked for, the same on all ranks; refuses what cannot be tuned."""
+    schedule = options.get("schedule", "auto")
+    if group.size != group.processes or schedule not in ("staged", "auto"):
+        raise ValueError(
+            "tune simulates the staged schedule, for groups of one replica per process: got "
+            f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
+            "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
+        )
+    if count := options.get("virtual_replicas"):
+        refuse({"virtual_replicas": f"virtual_replicas={count}", "fddp.tune": "fddp.tune"})
+    if not caps_mb:
+        raise ValueError("caps_mb must hold at least one cap to choose from.")
+    verify(group, "what to tune", lambda: [f"schedule {schedule}"])
+    return schedule
 
 
 def _eager(made: Callable[..., tuple[TrainStep, Run]]) -> Sequence[Run]:
