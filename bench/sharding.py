@@ -27,9 +27,10 @@ sys.path.insert(0, str(ROOT))
 import fddp
 from bench.problems import Problem, problem
 from bench.record import ratio, save, summary
+from bench.steady import steady_seconds
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
-from fddp.schedules import TRIED, steady_seconds
+from fddp.schedules import TRIED
 from fddp.schedules.tasks import replaces
 
 STEPS = 4  # of a turn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fddp
-from fddp.schedules.trial import STEPS, TRIED, TURNS, Trial
+from fddp.schedules.message_order import STEPS, TRIED, TURNS, Trial
 
 
 def steps(trial: Trial, seconds: list[float], count: int) -> list[int]:

@@ -1,23 +1,45 @@
-"""Overlaps a step's last sums with the next step, whose forward pass needs them late.
+"""The order in which messages leave whose sums the next step's forward pass needs late.
 
 Gradients become ready in the reverse of the order in which the next forward pass uses the parameters. If messages leave
 as they are ready, its first layers wait longest. If they leave by first use alone, the link idles during the backward
 pass. The order made here lies between the two: most messages leave as they are ready; some are put off until the last
 one has left, and then leave by first use. Where computing takes longer than traffic no message waits for the link, and
-to put one off only delays it. So both orders are made, and `Trial` measures which one is faster.
+to put one off only delays it. So both orders are made, and `Trial` measures in the first steps which one is faster.
 
 Source: P3 (Jayarajan et al., SysML 2019); ByteScheduler (Peng et al., SOSP 2019); TicTac (Hashemi et al., SysML 2019).
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 
+import numpy as np
+
+from fddp.comm import Group
 from fddp.jaxpr import arrivals, first_uses
 from fddp.schedules.lists import Program
 from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, replaces
 
 EVERY = 4  # of so many messages one is put off
 BEFORE_THE_LAST = 2  # the last so many messages are never put off
+TURNS = 3  # that each order takes
+STEPS = 4  # in a turn; the first one does not count: it overlaps the end of a step of the other order
+TRIED = 2 * TURNS * STEPS  # steps after which the faster one of two orders stays
+
+
+def orders(listed: TaskList, first_use: Mapping[str, int]) -> tuple[TaskList, ...]:
+    """Makes two orders of a list's messages: one as they are ready, one with some of them put off.
+
+    Args:
+      listed: see `trailed`.
+      first_use: likewise.
+
+    Returns:
+      Two lists of the same tasks; one list where both orders are the same.
+    """
+    ready = trailed(listed, {})
+    put_off = trailed(listed, first_use)
+    return (ready,) if put_off.messages == ready.messages else (ready, put_off)
 
 
 def come_late(first: Program, last: Program) -> dict[str, int]:
@@ -38,25 +60,51 @@ def come_late(first: Program, last: Program) -> dict[str, int]:
     return {name: places[message[name]] for name in uses}
 
 
-def orders(listed: TaskList, first_use: Mapping[str, int]) -> tuple[TaskList, ...]:
-    """Makes two orders of a list's messages: one as they are ready, one with some of them put off.
+class Trial:
+    """Lets ways take a few steps in turn, until it is known how long each one takes.
 
-    Args:
-      listed: see `trailed`.
-      first_use: likewise.
-
-    Returns:
-      Two lists of the same tasks; one list where both orders are the same.
+    Rank 0 decides at the first step of each turn which way takes it. All ranks get there together, for they call a step
+    equally often. After an error on one rank alone they go on where all have sent equally much, or not at all.
     """
-    ready = trailed(listed, {})
-    put_off = trailed(listed, first_use)
-    return (ready,) if put_off.messages == ready.messages else (ready, put_off)
 
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._steps = 0
+        self._counts = False
+        self._stays = False
+        self._seconds = dict[int, list[float]]()
+        self.latest = 0
+        """The way of the last step."""
 
-def read_once(listed: TaskList) -> dict[str, tuple[str, ...]]:
-    """Values that one task alone reads, by that task's name: no other needs their memory, whatever the order."""
-    readers = Counter(name for task in listed.tasks for name in task.reads)
-    return {task.name: tuple(name for name in task.reads if readers[name] == 1) for task in listed.tasks}
+    def way(self, ways: int) -> int:
+        """Picks the way that the next step takes; every rank calls it at the same step.
+
+        Args:
+          ways: how many there are, the same on all ranks.
+
+        Returns:
+          Its number, the same on all ranks.
+        """
+        if ways > 1 and not self._stays:
+            turn, place = divmod(self._steps, STEPS)
+            self._steps += 1
+            self._counts = place > 0
+            if place == 0:
+                self._group.lane.wait()
+                own = np.array(self._next(turn, ways), np.uint8)
+                self.latest, self._stays = self._group.hosts.broadcast(own, 0).tolist()
+        return self.latest
+
+    def took(self, seconds: float) -> None:
+        """Notes how long the step took that has just returned."""
+        if self._counts and not self._stays:
+            self._seconds.setdefault(self.latest, []).append(seconds)
+
+    def _next(self, turn: int, ways: int) -> Sequence[int]:
+        """The way whose turn it is, and 1 if it stays for good."""
+        if turn < ways * TURNS:
+            return turn % ways, 0
+        return min(self._seconds, key=lambda way: median(self._seconds[way]), default=0), 1
 
 
 def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:

@@ -1,6 +1,6 @@
-"""Spans of steps that overlap."""
+"""Notes when the tasks of steps run, also of steps that overlap."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -11,7 +11,7 @@ from fddp.schedules.tasks import Task
 from fddp.schedules.timeline import Span, Timeline
 
 
-class Log:
+class StepLog:
     """Notes the spans of tasks on any thread. A step's timeline is cut at its begin and its end."""
 
     def __init__(self) -> None:
@@ -19,10 +19,16 @@ class Log:
         self._spans = dict[int, Span]()
         self._numbers = count()
         self._window = (0.0, 0.0)
+        self._tasks: tuple[Task, ...] = ()
 
-    def begin(self) -> None:
-        """Begins a step: forgets the spans that are over."""
+    def begin(self, tasks: Sequence[Task] = ()) -> None:
+        """Begins a step: forgets the spans that are over.
+
+        Args:
+          tasks: those that it launches, where all of them end with it.
+        """
         now = perf_counter()
+        self._tasks = tuple(tasks)
         for number in [number for number, span in list(self._spans.items()) if span.end <= now]:
             del self._spans[number]
         self._window = now, inf
@@ -50,4 +56,5 @@ class Log:
         """The spans of the last step; those that reach beyond its borders are cut there."""
         begin, end = self._window
         spans = [span for span in list(self._spans.values()) if span.start < end]
-        return Timeline(tuple(replace(span, start=max(begin, span.start), end=min(end, span.end)) for span in spans))
+        spans = [replace(span, start=max(begin, span.start), end=min(end, span.end)) for span in spans]
+        return Timeline(tuple(spans), self._tasks)
