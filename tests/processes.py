@@ -20,6 +20,7 @@ from _pytest.mark.structures import ParameterSet
 
 TESTS = Path(__file__).parent
 WORKERS = TESTS / "workers"
+HOLD = TESTS / "on_ranks" / "hold.py"  # the script whose ranks hold claims
 # Of this process's environment only what finds programs and files: neither its devices nor its launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
 END_S = 5.0
@@ -76,7 +77,7 @@ class Outcome:
 def launch(
     backend: str,
     size: int,
-    script: str,
+    script: str | Path,
     *args: object,
     folder: Path,
     timeout_s: float,
@@ -87,7 +88,7 @@ def launch(
     Args:
       backend: "mpi" or "gloo".
       size: number of processes.
-      script: file in tests/workers.
+      script: file in tests/workers, or a path of its own.
       *args: its arguments.
       folder: empty folder for the ranks' output.
       timeout_s: seconds after which all processes are killed.
@@ -106,13 +107,13 @@ def launch(
 
 
 def launch_with(
-    worlds: Sequence[Mapping[str, str]], script: str, *args: object, folder: Path, timeout_s: float
+    worlds: Sequence[Mapping[str, str]], script: str | Path, *args: object, folder: Path, timeout_s: float
 ) -> Outcome:
     """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some other launcher.
 
     Args:
       worlds: the variables of each rank.
-      script: file in tests/workers.
+      script: file in tests/workers, or a path of its own.
       *args: its arguments.
       folder: empty folder for the ranks' output.
       timeout_s: seconds after which all processes are killed.

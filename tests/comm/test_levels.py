@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from processes import launch
-from workers.claims import HELD
-from workers.level_claims import FOUR, SCHEDULES
+from on_ranks.claims import HELD
+from on_ranks.levels import FOUR, SCHEDULES
+from processes import HOLD, launch
 
 import fddp
 from fddp import hooks
@@ -175,7 +175,7 @@ def test_two_nodes_of_two_replicas_sum_over_nodes_first(backend: str, size: int,
     outcome = launch(
         backend,
         size,
-        "hold_claims.py",
+        HOLD,
         tmp_path,
         *CLAIMS,
         folder=tmp_path,

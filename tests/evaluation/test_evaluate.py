@@ -1,4 +1,4 @@
-"""Metrics over all rows, against NumPy on the joined rows; that real ranks agree is held in `evaluation_claims.py`."""
+"""Metrics over all rows, against NumPy on the joined rows; real ranks are held to them in `on_ranks/evaluation.py`."""
 
 from collections.abc import Iterator
 from dataclasses import replace

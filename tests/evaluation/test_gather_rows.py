@@ -1,4 +1,4 @@
-"""The rows of all ranks; that real ranks gather as many as each has is held in `evaluation_claims.py`."""
+"""The rows of all ranks; that real ranks gather as many as each has is held in `on_ranks/evaluation.py`."""
 
 from typing import Any
 

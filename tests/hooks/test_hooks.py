@@ -1,5 +1,5 @@
 """The promise of communication hooks: each bucket is summed as the hook says, on every schedule, and the bytes that
-travel are as_uint32. What hooks do between processes is in `promise_claims.py`, how they train in bench/hooks.py."""
+travel are as_uint32. What hooks do between processes is in `on_ranks/hooks.py`, how they train in bench/hooks.py."""
 
 import re
 from collections.abc import Callable, Mapping

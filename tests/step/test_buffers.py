@@ -1,6 +1,6 @@
 """The promise that every replica goes on with the same buffers: replica 0's, or the mean of all, or each with its own.
 
-That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between processes in `training_claims.py`.
+That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between processes in `on_ranks/buffers.py`.
 """
 
 from typing import Any

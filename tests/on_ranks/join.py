@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from workers.claims import claim, error_of
-from workers.training_claims import rows, same_on_all_ranks
+from on_ranks.claims import claim, error_of
+from on_ranks.train_step import rows, same_on_all_ranks
 
 import fddp
 

@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workers.claims import claim, error_of
+from on_ranks.claims import claim, error_of
 
 import fddp
 from fddp.comm import REPLICATED, mpi

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from workers.claims import claim
-from workers.training_claims import same_on_all_ranks
+from on_ranks.claims import claim
+from on_ranks.train_step import same_on_all_ranks
 
 import fddp
 from fddp import hooks

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from workers.claims import claim
+from on_ranks.claims import claim
 
 import fddp
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from workers.claims import claim, error_of
+from on_ranks.claims import claim, error_of
 
 import fddp
 

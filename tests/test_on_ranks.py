@@ -1,6 +1,6 @@
 """Processes that train together: what they say to each other, how they differ, and how they end.
 
-Each rank of a job asserts the claims in `workers/*_claims.py` for itself; here every claim becomes a test.
+Each rank of a job asserts the claims in `on_ranks/` for itself; here every claim becomes a test.
 """
 
 import json
@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import JOBS, TESTS, Outcome, case, free_port, launch, selected
-from workers.claims import HELD
-from workers.hold_claims import claimed
+from on_ranks.claims import HELD
+from on_ranks.hold import claimed
+from processes import HOLD, JOBS, TESTS, Outcome, case, free_port, launch, selected
 
 on_every_job = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS])
 on_two_ranks = pytest.mark.parametrize("backend", ["mpi", "gloo"])
@@ -42,7 +42,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
         names = selected(request, backend, size, "claim")
-        outcome = launch(backend, size, "hold_claims.py", folder, *names, folder=folder, timeout_s=480)
+        outcome = launch(backend, size, HOLD, folder, *names, folder=folder, timeout_s=480)
         return outcome, [read(folder / f"{rank}.json") for rank in range(size)]
 
     return job

@@ -1,0 +1,52 @@
+"""Holds all claims, or the named ones, on every rank of this job: `hold.py FOLDER [NAME ...]`."""
+
+import sys
+from pathlib import Path
+
+from on_ranks import (
+    agreement,
+    checkpoints,
+    evaluation,
+    group,
+    hooks,
+    join,
+    levels,
+    measurement,
+    recovery,
+    round_robin,
+    train_step,
+    virtual_replicas,
+)
+from on_ranks.claims import Claim, claims_of, hold
+
+import fddp
+
+CLAIMS = claims_of(
+    group,
+    train_step,
+    join,
+    hooks,
+    levels,
+    round_robin,
+    measurement,
+    agreement,
+    recovery,
+    checkpoints,
+    evaluation,
+    virtual_replicas,
+)
+
+
+def claimed(backend: str, size: int) -> dict[str, Claim]:
+    """The claims made for a kind of job."""
+    return {name: claim for name, claim in CLAIMS.items() if backend in claim.backends and size in claim.sizes}
+
+
+def main(folder: Path, *names: str) -> None:
+    world = fddp.init()
+    chosen = {name: CLAIMS[name] for name in names} or claimed(world.backend, world.processes)
+    hold(chosen, world, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
