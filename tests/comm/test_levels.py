@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from on_ranks.claims import HELD
-from on_ranks.levels import FOUR, SCHEDULES
+from on_ranks.claims import HELD, SCHEDULES
+from on_ranks.levels import FOUR
 from processes import HOLD, launch
 
 import fddp

@@ -7,9 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
 
 import fddp
 
+SCHEDULES = ("fused", "staged", "after")
 HELD = "held"
 STALLED_S = 30.0
 
@@ -63,3 +68,15 @@ def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> 
     except kind as error:
         return str(error)
     raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def same_on_all_ranks(group: fddp.Group, tree: Any) -> bool:
+    """Whether a tree has the same bits on every rank."""
+    data = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    gathered = group.all_gather(np.frombuffer(data, np.uint8))
+    return bool(np.all(gathered == gathered[0]))
+
+
+def on_the_wire(group: fddp.Group, nbytes: int) -> int:
+    """Bytes that each replica sends in an all-reduce of so many; parts of bytes count as bytes."""
+    return -(-nbytes * 2 * (group.size - 1) // group.size)

@@ -1,14 +1,12 @@
-"""What ranks say to each other outside of steps: values that can be computed by hand."""
+"""Collectives and barriers of a group outside of steps, on values that can be computed by hand."""
 
 import io
 import os
 import re
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import jax
@@ -33,6 +31,9 @@ def rank_0_alone_is_main_and_prints(group: fddp.Group):
         group.print("size", group.all_reduce(1), sep=" = ")
     assert group.all_gather(group.is_main).tolist() == [True] + [False] * (group.size - 1)
     assert shown.getvalue() == (f"size = {group.size}\n" if group.rank == 0 else "")
+
+
+### Arrays
 
 
 @claim()
@@ -70,6 +71,47 @@ def all_reduce_sums_and_finds_extremes(group: fddp.Group):
 @claim()
 def another_operation_is_an_error(group: fddp.Group):
     assert "'mean'" in error_of(lambda: group.all_reduce(1.0, "mean"))
+
+
+@claim(backends=("mpi",))
+def a_small_sum_is_not_slept_through(group: fddp.Group):
+    naps, counts = list[float](), list[int]()
+    here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
+    with mock.patch.object(mpi, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
+        for _ in range(50):
+            naps.clear()
+            assert np.unique(group.transport.all_reduce(here)).tolist() == [sum(range(1, group.size + 1))]
+            counts.append(len(naps))
+    # With a nap after each step of each message there are three times as many at best.
+    assert min(counts) <= mpi.MESSAGES
+
+
+@claim()
+def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
+    replicas, own, comm = group.size, group.placement.per_replica, group.communicator
+
+    def inside(x: jax.Array) -> jax.Array:
+        part = comm.reduce_scatter(x.reshape(replicas, -1))
+        return comm.all_gather(part).reshape(-1)
+
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        # Whole numbers of which every sum is exact.
+        mine = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
+        total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
+        x = group.placement.place(mine, own)
+        part = group.transport.reduce_scatter(x)
+        whole = group.transport.all_gather(part)
+        assert part.dtype == whole.dtype == mine.dtype
+        (here,) = [np.asarray(shard.data) for shard in part.addressable_shards]
+        np.testing.assert_array_equal(here, total.astype(dtype)[5 * group.rank :][:5])
+        np.testing.assert_array_equal(_mine(whole), total.astype(dtype))
+        np.testing.assert_array_equal(
+            _mine(group.placement.program(inside, (own,), REPLICATED)(x)), total.astype(dtype)
+        )
+
+
+def _mine(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.addressable_shards[0].data)
 
 
 @claim()
@@ -110,82 +152,7 @@ def broadcast_from_a_rank_that_is_not_there_is_an_error(group: fddp.Group):
     assert str(group.size) in error_of(lambda: group.broadcast(1.0, root=group.size))
 
 
-@dataclass
-class Found:
-    """Something of a user's own."""
-
-    rank: int
-    words: list[str]
-
-
-class Unreadable:
-    """What rank 0 cannot read."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _not_on_rank_0, ()
-
-
-def _not_on_rank_0() -> None:
-    if fddp.init().rank == 0:
-        raise RuntimeError("rank 0 has no such class")
-
-
-@claim()
-def objects_of_any_size_are_gathered_in_order_of_rank(group: fddp.Group):
-    mine = Found(group.rank, ["word"] * 1000 * group.rank)
-    assert group.all_gather_object(mine) == [Found(r, ["word"] * 1000 * r) for r in range(group.size)]
-    assert group.all_gather_object(None) == [None] * group.size
-
-
-@claim()
-def every_rank_gets_the_roots_object(group: fddp.Group):
-    for root in (0, group.size - 1):
-        mine = Found(group.rank, ["word"] * 1000) if group.rank == root else None
-        assert group.broadcast_object(mine, root) == Found(root, ["word"] * 1000)
-
-
-@claim()
-def objects_stay_inside_a_subgroup(group: fddp.Group):
-    backwards = group.subgroup(range(group.size)[::-1])
-    assert backwards.all_gather_object(str(group.rank)) == [str(r) for r in range(group.size)][::-1]
-    assert backwards.broadcast_object(group.rank) == group.size - 1
-
-
-@claim()
-def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.Group):
-    last = group.size - 1
-    mine = (lambda: None) if group.rank == last else 1
-    for call in (group.all_gather_object, lambda x: group.broadcast_object(x, root=last)):
-        said = error_of(lambda call=call: call(mine), TypeError)
-        assert f"rank {last}: TypeError: group." in said and "this function cannot be pickled" in said, said
-    assert "this function cannot be pickled" in error_of(lambda: group.all_gather_object(lambda: None), TypeError)
-    assert group.all_gather_object(group.rank) == list(range(group.size))
-
-
-@claim()
-def an_object_that_one_rank_cannot_read_is_an_error_on_every_rank(group: fddp.Group):
-    said = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
-    assert f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in said, said
-    assert group.broadcast_object("on") == "on"
-
-
-@claim()
-def a_root_that_is_not_there_or_not_the_others_is_an_error_on_every_rank(group: fddp.Group):
-    assert "root must be a rank in" in error_of(lambda: group.broadcast_object(1, root=group.size))
-    assert f"rank {group.rank}: root={group.rank}" in error_of(lambda: group.broadcast_object(1, root=group.rank))
-
-
-@claim(backends=("mpi",))
-def a_small_sum_is_not_slept_through(group: fddp.Group):
-    naps, counts = list[float](), list[int]()
-    here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
-    with mock.patch.object(mpi, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
-        for _ in range(50):
-            naps.clear()
-            assert np.unique(group.transport.all_reduce(here)).tolist() == [sum(range(1, group.size + 1))]
-            counts.append(len(naps))
-    # With a nap after each step of each message there are three times as many at best.
-    assert min(counts) <= mpi.MESSAGES
+### Barriers and subgroups
 
 
 @claim()
@@ -235,6 +202,7 @@ def a_subgroup_without_this_rank_is_an_error(group: fddp.Group):
 
 ### Who could hear them
 
+
 # 127.0.0.1, the same for IPv6, and ::1, as Linux writes them
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
@@ -272,31 +240,3 @@ def open_files(process: object) -> set[str]:
         except OSError:  # it was the folder's own
             continue
     return files
-
-
-@claim()
-def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
-    replicas, own, comm = group.size, group.placement.per_replica, group.communicator
-
-    def inside(x: jax.Array) -> jax.Array:
-        part = comm.reduce_scatter(x.reshape(replicas, -1))
-        return comm.all_gather(part).reshape(-1)
-
-    for dtype in (np.float32, np.float16, jnp.bfloat16):
-        # Whole numbers of which every sum is exact.
-        mine = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
-        total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
-        x = group.placement.place(mine, own)
-        part = group.transport.reduce_scatter(x)
-        whole = group.transport.all_gather(part)
-        assert part.dtype == whole.dtype == mine.dtype
-        (here,) = [np.asarray(shard.data) for shard in part.addressable_shards]
-        np.testing.assert_array_equal(here, total.astype(dtype)[5 * group.rank :][:5])
-        np.testing.assert_array_equal(_mine(whole), total.astype(dtype))
-        np.testing.assert_array_equal(
-            _mine(group.placement.program(inside, (own,), REPLICATED)(x)), total.astype(dtype)
-        )
-
-
-def _mine(x: jax.Array) -> np.ndarray:
-    return np.asarray(x.addressable_shards[0].data)

@@ -6,13 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from on_ranks.claims import claim, error_of
-from on_ranks.train_step import same_on_all_ranks
+from on_ranks.claims import SCHEDULES, claim, error_of, same_on_all_ranks
 
 import fddp
 from fddp.comm import REPLICATED
 
-SCHEDULES = ("fused", "staged", "after")
 # In float32 2²⁴ + 1 is 2²⁴, and 1 − 2²⁴ is exact: over nodes of two first the sum is 1. It is 0 from left to right.
 FOUR = np.array([2**24, 1, 1, -(2**24)], np.float32)
 

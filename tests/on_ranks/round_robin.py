@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of
-from on_ranks.train_step import same_on_all_ranks
+from on_ranks.claims import claim, error_of, same_on_all_ranks
 
 import fddp
 
