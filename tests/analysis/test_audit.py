@@ -65,7 +65,7 @@ def plain_mlp(rows, **fields):
     return workload(mlp, mlp.MLP((256,) * 5, use_bias=False, **fields), rows)
 
 
-### The promises
+### What XLA hides
 
 
 @aot
@@ -88,7 +88,7 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
 
 @aot
 @on_both_targets
-def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_the_last(target):
+def test_products_are_computed_under_each_bucket_of_an_mlp_but_the_last(target):
     audit = audited("mlp", target)
     assert len(audit.collectives) == 8
     assert all(collective.heavy > 0 for collective in audit.collectives[:-1])
@@ -98,14 +98,14 @@ def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_th
 @aot
 @on_both_targets
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_while_the_first_half_of_a_transformers_buckets_is_on_its_way_products_are_computed(name, target):
+def test_products_are_computed_under_the_first_half_of_a_transformers_buckets(name, target):
     collectives = audited(name, target).collectives
     assert all(collective.heavy > 0 for collective in collectives[: len(collectives) // 2])
 
 
 @aot
 @on_both_targets
-def test_while_a_bucket_is_scattered_products_are_computed_and_parameters_are_gathered_at_the_end(target):
+def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end(target):
     module, model, rows, options = MODELS["mlp"]
     audit = look(workload(module, model, rows * 8), target, shard="optimizer", **options)
     count = len(audit.plan.buckets)
@@ -122,7 +122,7 @@ def test_while_a_bucket_is_scattered_products_are_computed_and_parameters_are_ga
 @aot
 @pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
 @pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=slow)])
-def test_parameters_in_shards_are_gathered_under_the_layers_before_and_their_gradients_scattered(name, target):
+def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(name, target):
     """No sum comes back whole but that of loss and metrics."""
     module, model, rows, options = MODELS[name]
     audit = look(workload(module, model, rows * 8), target, shard="state", **options)

@@ -132,9 +132,7 @@ def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.
         assert not checkpoints.save(pending)
 
 
-def test_pending_gradients_are_saved_when_asked_and_come_back_into_a_state_that_has_such(
-    group: Callable[[int], fddp.Group], tmp_path: Path
-):
+def test_pending_gradients_are_saved_when_asked_and_come_back(group: Callable[[int], fddp.Group], tmp_path: Path):
     step, state = make(group(2))
     state, _ = step(state, ROWS[:8])
     with fddp.Checkpoints(tmp_path, step) as checkpoints:

@@ -1,4 +1,4 @@
-"""The promise of checkpoints: a state is a tree of arrays, so that Orbax saves all of it and training goes on the same.
+"""A state is a tree of arrays, so that Orbax saves all of it and training goes on the same.
 
 The whole `TrainState` is saved as it is: step, parameters, optimizer, buffers, random key (a typed one) and gradients
 that `no_sync` left pending. It is restored into the form of a fresh state, which says on which replicas it lies.

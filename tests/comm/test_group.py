@@ -1,4 +1,4 @@
-"""What hosts say to each other, and which groups and worlds cannot be."""
+"""Hosts hear of each other, and groups and worlds that cannot be are refused."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Claims about what a rank writes down for its watcher: `fddp.comm.journal`."""
+"""A rank writes down for its watcher what it does: `fddp.comm.journal`."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""The promise of `join`: ranks that have run out of data count for nothing, on every schedule.
+"""Ranks that have run out of data count for nothing, on every schedule.
 
 PyTorch's test_ddp_uneven_inputs and test_ddp_grad_div_uneven_inputs. Here the replicas are devices of one process and
 the batches those that `fddp.join` yields; that real ranks agree on when to end is tested in `on_ranks/join.py`.

@@ -1,5 +1,7 @@
-"""The promise of communication hooks: each bucket is summed as the hook says, on every schedule, and the bytes that
-travel are as_uint32. What hooks do between processes is in `on_ranks/hooks.py`, how they train in bench/hooks.py."""
+"""Each bucket is summed as its hook says, on every schedule, and the bytes that travel are told.
+
+Hooks between processes are in `on_ranks/hooks.py`; bench/hooks.py asks how they train.
+"""
 
 import re
 from collections.abc import Callable, Mapping

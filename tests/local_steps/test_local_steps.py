@@ -184,7 +184,7 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(group: Groups
     np.testing.assert_allclose(np.mean(losses, axis=1), [1.0, 0.65, 0.4481, 0.574244], atol=5e-7)
 
 
-def test_nothing_is_sent_between_synchronizations_and_no_more_than_a_fragment_in_a_step(group: Groups):
+def test_nothing_is_sent_between_synchronizations_and_a_fragment_at_most_in_a_step(group: Groups):
     n, params = 2, jax.tree.map(np.float32, PARAMS)
     tail, b, w = 4, 4 * 5, 4 * 15  # a weight goes with each fragment
     sent = {}

@@ -134,7 +134,7 @@ def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None)
     close(state.params, W - mean([graph(0), graph(1)])[1])
 
 
-def test_join_counts_no_rows_of_graphs_that_have_by_chance_equally_many_nodes_and_edges(group: Groups):
+def test_join_counts_no_rows_of_graphs_with_as_many_nodes_as_edges(group: Groups):
     other = SimpleNamespace(all_gather=lambda mine: np.stack([mine, np.ones_like(mine)]))  # never runs out
     two = replace(group(1), processes=2, hosts=other)
     graphs = [{"nodes": np.ones(4), "edges": np.ones(edges)} for edges in (5, 4, 5)]

@@ -1,4 +1,4 @@
-"""The promise of mixed precision: losses compute in 16 bits, and parameters, moments and gradients keep their 32.
+"""Losses compute in 16 bits, and parameters, moments and gradients keep their 32.
 
 PyTorch's `mixed_precision=` of DDP. Plain JAX with casts written by hand, on each replica's rows, is the truth. Scales
 for float16 are in `test_loss_scale.py`.

@@ -1,4 +1,4 @@
-"""The promise that BatchNorm over replicas is BatchNorm over all rows that count, wherever they lie.
+"""BatchNorm over replicas is BatchNorm over all rows that count, wherever they lie.
 
 The truth is plain BatchNorm, written out in float64, over the joined rows without the padding; forward, gradients,
 running averages. Without mask and replicas the truth is Flax's own.

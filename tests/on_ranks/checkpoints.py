@@ -1,4 +1,4 @@
-"""What ranks save and restore together; rank 0 alone sees the folder."""
+"""Ranks save and restore together; rank 0 alone sees the folder."""
 
 import io
 import shutil

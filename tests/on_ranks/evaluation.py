@@ -1,4 +1,4 @@
-"""What ranks find together that have unequally many rows, on rows that NumPy joins."""
+"""Metrics and rows of ranks that have unequally many, against NumPy on the joined rows."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What sums over nodes first and then between nodes make of values whose sums are known by hand."""
+"""Sums over nodes first and then between nodes, of values whose sums are known by hand."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What ranks find together when they measure and tune."""
+"""Ranks that measure and tune find the same."""
 
 from typing import Any
 

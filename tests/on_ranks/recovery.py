@@ -1,4 +1,4 @@
-"""What becomes of a training in which errors are caught.
+"""Trainings in which errors are caught.
 
 One step takes every number of every leaf to the mean of the ranks' x; each leaf is a bucket.
 """

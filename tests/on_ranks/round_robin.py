@@ -1,4 +1,4 @@
-"""What several groups of the same ranks make of a training: nothing but what one makes of it."""
+"""Several groups of the same ranks train as one group does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What all ranks start from: rank 0's values."""
+"""All ranks start from rank 0's values."""
 
 import jax
 import jax.numpy as jnp

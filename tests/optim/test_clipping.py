@@ -1,4 +1,4 @@
-"""The promise that clipping sees what one replica on the joined batch would see: the mean gradient, once a step.
+"""Clipping sees what one replica on the joined batch would see: the mean gradient, once a step.
 
 DDP's users clip between backward and step; here clipping is a part of the optimizer. Plain JAX and optax on the joined
 batch are the truth.

@@ -1,4 +1,4 @@
-"""The promise of loss scaling: a step is the same with a scale and without, where float16 has room for both.
+"""A step is the same with a scale and without, where float16 has room for both.
 
 PyTorch's GradScaler around DDP. Replicas agree on a step to skip because they look at the same reduced gradients; ranks
 of real processes are in `on_ranks/guards.py`.

@@ -1,5 +1,4 @@
-"""The promise that any optax transformation trains over replicas as in plain JAX on the joined batch, or is refused
-where the step is made, with its reason.
+"""Any optax transformation trains over replicas as plain JAX on the joined batch, or is refused where a step is made.
 
 All of optax's aliases and contrib's optimizers are asked, by whatever names these modules have; the parts that those
 are made of (`scale_by_…`) are in them.

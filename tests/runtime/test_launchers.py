@@ -194,7 +194,7 @@ def test_the_users_own_variables_win_then_the_innermost_launcher():
     assert read_launch(SLURM | HYDRA).launcher == "Hydra"
 
 
-def test_torchrun_wins_over_what_has_started_it_and_variables_of_its_kind_over_nothing():
+def test_torchrun_wins_over_what_started_it_and_its_variables_over_nothing():
     """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them may be anybody's."""
     for outer in (SRUN, HYDRA, OPEN_MPI, FLUX, PALS, JAX):
         assert read_launch(TORCHRUN | outer).launcher == "torchrun"
@@ -247,7 +247,7 @@ def test_a_process_that_has_siblings_and_no_place_to_meet_says_so_in_one_line(en
     assert [name for name in names if name not in line] == []
 
 
-def test_two_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_none():
+def test_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_none():
     for env in (OPEN_MPI | TORCH, HYDRA | JAX, SRUN | JAX, TORCHRUN | JAX, JAX | TORCH):
         (line,) = hints(read_launch(env), env)
         assert line.startswith(read_launch(env).launcher) and "the former counts" in line and "\n" not in line

@@ -1,4 +1,4 @@
-"""The promise that every replica goes on with the same buffers: replica 0's, or the mean of all, or each with its own.
+"""Every replica goes on with the same buffers: replica 0's, or the mean of all, or each with its own.
 
 That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between processes in `on_ranks/buffers.py`.
 """

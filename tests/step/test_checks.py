@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a person passes is said at once, by name, with what was got."""
+"""A fault in what a person passes is said at once, by name, with what was got."""
 
 import ast
 import math

@@ -1,4 +1,4 @@
-"""The promise that parameters of any float or complex dtype and of any size are averaged over replicas as they are.
+"""Parameters of any float or complex dtype and of any size are averaged over replicas as they are.
 
 PyTorch's test_fp16, test_ddp_complex_params and test_ddp_zero_output_features, and trees of several dtypes. How dtypes
 lie in buckets is tested in `test_packing.py`, that losses of 16 bits are averaged in 32 in `test_step.py`.

@@ -1,4 +1,4 @@
-"""The promise that any loss JAX can differentiate trains as on one replica, however its program is made.
+"""Any loss that JAX can differentiate trains as on one replica, however its program is made.
 
 Rematerialisation, tied weights, several forwards, hand-written gradients, frozen parts, loops and branches; each for
 three steps, one bucket per leaf, against plain JAX and optax on the joined batch in float64.

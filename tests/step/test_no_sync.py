@@ -1,4 +1,4 @@
-"""The promise of `no_sync`: any number of calls, then a step, are one step on all their rows.
+"""Any number of calls, then a step, are one step on all their rows.
 
 Nothing is sent in between. Plain JAX on the joined batch is the truth, and a loop over replicas where each has its own
 buffers. What a call tells about its rows, and what is pending then, is tested in `test_value_and_grad.py`.

@@ -1,4 +1,4 @@
-"""The promise that layers which every replica drops cost no traffic (paper, section 6.2.2: not so in DDP).
+"""Layers that every replica drops cost no traffic (paper, section 6.2.2: not so in DDP).
 
 Where ranks are processes it is tested in `on_ranks/unused.py`.
 """

@@ -1,4 +1,4 @@
-"""What a training step keeps, gives up, broadcasts, folds and leaves alone."""
+"""A training step keeps some arrays, gives others up, broadcasts buffers and folds keys."""
 
 from collections.abc import Callable
 from functools import partial

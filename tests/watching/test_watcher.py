@@ -78,14 +78,14 @@ def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
     assert (first.end, second.end) == (False, True)
 
 
-def test_a_rank_that_was_never_heard_of_is_named_once_the_others_wait_in_a_later_step():
+def test_a_rank_never_heard_of_is_named_once_the_others_wait_in_a_later_step():
     never = unheard(1, rank(0), NOW - 11.0, met=False)
     assert conclude(waiting(0, 11.0) | {"steps": 1}, never) is None  # it may compile
     verdict = conclude(waiting(0, 11.0), never)
     assert verdict is not None and "rank 1 has not been heard of" in verdict.words
 
 
-def test_who_no_longer_hears_of_rank_0_judges_alone_and_who_never_did_not_in_the_first_step():
+def test_who_no_longer_hears_of_rank_0_judges_alone_but_in_the_first_step():
     late = waiting(1, 21.0)
     for own, met in ((late, True), (late, False), (late | {"steps": 1}, True)):
         verdict = judge_alone(own, NOW - 21.0, NOW, 10.0, met=met)
@@ -186,7 +186,7 @@ def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
     assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 has finished and waits for it", True)
 
 
-def test_ranks_that_have_finished_wait_for_one_that_runs_and_for_one_that_is_lost_or_stopped_no_longer_than_in_a_step():
+def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step():
     over, work = rank(0, doing="finished", done=True), {"still": 1e4, "place": "evaluate (train.py:9)"}
     waits = ", and rank 0 has finished and waits for it"
     place = "between steps 52 and 53, evaluate (train.py:9)"
@@ -313,7 +313,7 @@ def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str
 
 
 @pytest.mark.ranks
-def test_a_job_is_no_success_to_mpiexec_if_a_rank_leaves_and_all_write_to_files_of_their_own(tmp_path: Path):
+def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(tmp_path: Path):
     outcome = launch("mpi", 3, "faults.py", "exit", "staged", folder=tmp_path, timeout_s=60, OWN_FILES=str(tmp_path))
     text = "\n".join(path.read_text() for path in sorted(tmp_path.glob("own.*")))
     print(text)
