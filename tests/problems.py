@@ -35,3 +35,25 @@ def product(w: Any, x: Any) -> jax.Array:
 def pull(group: fddp.Group, loss: Any = product, **options: Any) -> fddp.TrainStep:
     """A step that takes the mean of the x off w."""
     return fddp.train_step(loss, optax.sgd(1.0), group=group, **options)
+
+
+def layer(params: Any, x: Any) -> jax.Array:
+    """The mean of (tanh(x·w) − b)²."""
+    return jnp.mean((jnp.tanh(x @ params["w"]) - params["b"]) ** 2)
+
+
+def two_layers(params: Any, x: Any) -> jax.Array:
+    """Towards 1, without a bias."""
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["head"] - 1) ** 2)
+
+
+def first_column(params: Any, x: Any) -> jax.Array:
+    """Two layers that are to give back the first number of a row."""
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["head"] - x[:, 0]) ** 2)
+
+
+def with_dropout(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
+    """Dropout, buffers that enter the loss, and a metric."""
+    mean = 0.9 * model_state + jnp.mean(x, axis=0)
+    x = x * jax.random.bernoulli(rng, 0.7, x.shape) - mean
+    return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2), (mean, jnp.mean(x))

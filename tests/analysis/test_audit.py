@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import square
 
 import fddp
 from fddp.analysis.auditing.report import read
@@ -262,7 +263,7 @@ def test_a_collective_in_a_loop_is_named(group):
 
 
 def test_one_replica_sends_nothing(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1))
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
     audit = fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4))
     assert audit.collectives == () and "nothing is sent" in audit.problems()[0]
 
@@ -383,7 +384,7 @@ def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
 
 
 def test_the_same_step_on_another_group_trains_alike(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2))
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
     other = step.on(group(4))
     rows = jnp.arange(8.0)
     ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, other)]

@@ -1,4 +1,4 @@
-"""Where a step's time went: `fddp.measurement`, `fddp.profile`, `fddp.logbook`, checked on steps with known spans."""
+"""Where a step's time went, checked on steps with known spans."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Steps on more replicas than there are: `fddp.scaling`, against values by hand and the shape of the paper's."""
+"""Steps on more replicas than there are, against values by hand and the shape of the paper's."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The best bucket cap: `fddp.tuning` and `fddp.regrouping` by hand, and tunings of small networks."""
+"""The best bucket cap: regroupings by hand, and tunings of small networks."""
 
 from dataclasses import replace
 

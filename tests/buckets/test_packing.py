@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import same_bits
 
 from fddp import make_plan, pack, unpack
 from fddp.buckets.plan import place_scalars
@@ -36,13 +37,6 @@ trees = st.dictionaries(
 )
 
 
-def assert_same_bits(got: Any, expected: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
-
-
 ### Buckets
 
 
@@ -53,7 +47,7 @@ def test_unpack_inverts_pack_to_the_bit(tree, cap):
         plan = make_plan(tree, bucket_cap_mb=cap)
         buckets = pack(plan, tree)
         assert [(b.shape, b.dtype) for b in buckets] == [((b.size,), b.dtype) for b in plan.buckets]
-        assert_same_bits(unpack(plan, buckets), tree)
+        same_bits(unpack(plan, buckets), tree)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
@@ -66,7 +60,7 @@ def test_negative_zeros_infinities_subnormals_and_nan_payloads_survive(dtype, x6
     bits = np.array([sign, infinity, sign | infinity, 1, *(one_nan if dtype == jnp.bfloat16 else nans)], whole)
     tree = [bits.view(dtype), np.full(3, -0.0, dtype)]
     plan = make_plan(tree)
-    assert_same_bits(unpack(plan, jax.jit(lambda tree: pack(plan, tree))(tree)), tree)
+    same_bits(unpack(plan, jax.jit(lambda tree: pack(plan, tree))(tree)), tree)
 
 
 def test_leaves_lie_in_a_bucket_in_the_order_of_the_plan():
@@ -78,7 +72,7 @@ def test_leaves_lie_in_a_bucket_in_the_order_of_the_plan():
 def test_leaves_outside_the_order_come_back_as_none():
     tree = {"a": np.array([1, 2], np.float32), "b": np.array([3], np.int32), "c": np.float32(4)}
     plan = make_plan(tree, order=[2, 0])
-    assert_same_bits(unpack(plan, pack(plan, tree | {"b": None})), tree | {"b": None})
+    same_bits(unpack(plan, pack(plan, tree | {"b": None})), tree | {"b": None})
 
 
 def test_pack_and_unpack_are_the_same_inside_a_program():
@@ -89,7 +83,7 @@ def test_pack_and_unpack_are_the_same_inside_a_program():
     }
     plan = make_plan(tree, bucket_cap_mb=0)
     inside = jax.jit(lambda tree: (pack(plan, tree), unpack(plan, pack(plan, tree))))
-    assert_same_bits(inside(tree), (pack(plan, tree), tree))
+    same_bits(inside(tree), (pack(plan, tree), tree))
 
 
 ### Tail
@@ -123,7 +117,7 @@ def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires,
     sent = jax.jit(lambda buckets: add_tail(plan, buckets, EXTREMES))(buckets)
     assert len(sent.arrays) == wires and plan.carrier.bucket == (1 if wires == 3 else None)
     back, tail = jax.jit(lambda sent: take_tail(plan, sent))(sent)
-    assert_same_bits((back, tail), (buckets, EXTREMES))
+    same_bits((back, tail), (buckets, EXTREMES))
 
 
 @pytest.mark.parametrize(("early", "sizes"), [(True, [1, 6, 4]), (False, [6, 4, 1])])
@@ -133,13 +127,13 @@ def test_a_tail_that_may_ride_nowhere_travels_first_or_last(early, sizes):
     sent = add_tail(plan, pack(plan, tree), jnp.float32(0.5))
     assert [x.size for x in sent.arrays] == sizes
     buckets, tail = take_tail(plan, sent)
-    assert_same_bits((unpack(plan, buckets), tail), (tree, jnp.float32(0.5)))
+    same_bits((unpack(plan, buckets), tail), (tree, jnp.float32(0.5)))
 
 
 def test_float64_tails_come_back_exactly_on_a_float64_bucket(x64):
     plan, buckets = wide_enough(np.float64)
     tail = {"loss": np.float64(1 / 3)}
-    assert_same_bits(take_tail(plan, add_tail(plan, buckets, tail))[1], tail)
+    same_bits(take_tail(plan, add_tail(plan, buckets, tail))[1], tail)
 
 
 def test_a_bucket_that_would_round_scalars_is_refused(x64):
@@ -155,7 +149,7 @@ def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     plan, buckets = wide_enough(np.float32)
     zeros = jax.tree.map(np.zeros_like, EXTREMES)
     one, other = add_tail(plan, buckets, EXTREMES), add_tail(plan, buckets, zeros)
-    assert_same_bits(take_tail(plan, jax.tree.map(jnp.add, one, other))[1], EXTREMES)
+    same_bits(take_tail(plan, jax.tree.map(jnp.add, one, other))[1], EXTREMES)
 
 
 ### Errors

@@ -1,4 +1,4 @@
-"""A rank writes down for its watcher what it does: `fddp.comm.journal`."""
+"""Claims about what a rank writes down for its watcher: `fddp.comm.journal`."""
 
 import os
 import struct

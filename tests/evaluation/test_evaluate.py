@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -16,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import fddp
 from fddp.comm.journal import HEAD, HEADS, SIZE, Journal
+
+close = partial(trees.close, rtol=1e-12, atol=0)
 
 RNG = np.random.default_rng(3)
 X, W = RNG.normal(size=(29, 3)), RNG.normal(size=3)
@@ -32,11 +36,6 @@ def apart(*arrays: np.ndarray) -> Any:
 
 def metrics(w: Any, x: Any) -> Any:
     return {"cubes": jnp.mean((x @ w) ** 3), "parts": [jnp.mean(x, axis=0), 0.25]}
-
-
-def close(got: Any, expected: Any, rtol: float = 1e-12) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), got, expected)
 
 
 def by_hand(w: Any) -> Any:

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import close
 
 import fddp
 from fddp import hooks
@@ -65,7 +65,7 @@ CASES = [
 def test_a_hook_without_memory_makes_the_same_of_whole_leaves_in_every_way(group: Groups, name: str, way: str):
     plain, _ = trained(group(3), schedule="staged", hook=HOOKS[name])
     got, sent = trained(group(3), hook=HOOKS[name], **WAYS[way])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, plain)
+    close(got, plain, rtol=1e-5, atol=1e-6)
     assert min(sent) > 0
 
 
@@ -73,7 +73,7 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
     """Each of them rounds by itself: to what 16 bits hold it is the sum without a hook."""
     plain, _ = trained(group(2), accumulation_steps=2)
     got, _ = trained(group(2), accumulation_steps=2, shard="state", hook=hooks.bf16())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.02), got, plain)
+    close(got, plain, rtol=1e-7, atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_on_one_replica_shards_go_with_any_optimizer(group: Groups, optimizer: A
     for rows in ROWS[:2]:
         want, _ = plain(want, rows)
         state, _ = step(state, rows)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), fddp.whole(state), want)
+    close(fddp.whole(state), want, rtol=1e-6, atol=1e-7)

@@ -16,6 +16,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from every_schedule import SCHEDULES
 from jax.sharding import PartitionSpec
+from trees import equal
 
 import fddp
 from fddp import hooks
@@ -276,10 +277,6 @@ def trained(group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any) 
         state, info = step(state, X)
         infos.append(info)
     return state, infos
-
-
-def equal(a: Any, b: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 # Quantization does so in test_schedule.py, with all other features.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import close
 
 import fddp
 
@@ -57,10 +58,6 @@ def weighted(w: Any, g: Graph) -> Any:
     known = ~jnp.isnan(g.labels)
     losses = jnp.where(known, score(w, g) - jnp.where(known, g.labels, 0), 0) ** 2
     return fddp.Weighted(jnp.sum(losses) / jnp.maximum(known.sum(), 1), known.sum())
-
-
-def close(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def mean(graphs: list[Graph]) -> tuple[Any, Any]:

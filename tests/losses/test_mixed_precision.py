@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from every_schedule import SCHEDULES
+from problems import rows, two_layers
 
 import fddp
 
@@ -25,20 +26,12 @@ X = RNG.normal(size=(16, 3)).astype(np.float32)
 HALVES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 
 
-def rows(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
-
-
-def net(params: Any, x: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["head"] - 1) ** 2)
-
-
 def by_hand(dtype: Any, params: Any = PARAMS, x: np.ndarray = X, parts: int = REPLICAS) -> tuple[Any, Any]:
     """Loss and gradients of casts written by hand, averaged over replicas in float64."""
 
     def cast(params: Any, x: Any) -> jax.Array:
         half = {"w": params["w"].astype(dtype), "head": params["head"].astype(dtype)}
-        return net(half, x.astype(dtype)).astype(jnp.float32)
+        return two_layers(half, x.astype(dtype)).astype(jnp.float32)
 
     found = [jax.jit(jax.value_and_grad(cast))(params, part) for part in np.split(x, parts)]
     return jax.tree.map(lambda *x: np.mean(np.asarray(x, np.float64), axis=0), *found)
@@ -56,20 +49,20 @@ def dtypes(tree: Any) -> set[str]:
 @HALVES
 def test_gradients_are_those_of_16_bits_summed_in_32(group, schedule, dtype):
     options: Any = {"group": group(REPLICAS), "schedule": schedule, "bucket_cap_mb": 0}
-    loss, grads = fddp.value_and_grad(fddp.mixed_precision(net, dtype), **options)(PARAMS, X)
+    loss, grads = fddp.value_and_grad(fddp.mixed_precision(two_layers, dtype), **options)(PARAMS, X)
     close((loss, grads), by_hand(dtype))
     assert dtypes((loss, grads)) == {"float32"}
     # The joined batch on one replica, as far as 16 bits tell.
     close(grads, by_hand(dtype, parts=1)[1], rtol=4 * float(jnp.finfo(dtype).eps))
     # Sums in 16 bits would have lost these, and without a cast they would be others.
     assert all(np.any(g != g.astype(dtype)) for g in grads.values())
-    exact = jax.grad(net)(PARAMS, X)
+    exact = jax.grad(two_layers)(PARAMS, X)
     assert np.max(np.abs(grads["w"] - exact["w"])) > 1e-5
 
 
 @SCHEDULES
 def test_parameters_and_moments_stay_in_32_bits(group, schedule):
-    step = fddp.train_step(fddp.mixed_precision(net), optax.adam(0.1), group=group(REPLICAS), schedule=schedule)
+    step = fddp.train_step(fddp.mixed_precision(two_layers), optax.adam(0.1), group=group(REPLICAS), schedule=schedule)
     state, optimizer, expected = step.init(PARAMS), optax.adam(0.1), PARAMS
     opt_state = optimizer.init(PARAMS)
     for _ in range(3):
@@ -84,10 +77,10 @@ def test_parameters_and_moments_stay_in_32_bits(group, schedule):
 
 
 def test_float64_stays_out(group, x64):
-    step = fddp.train_step(fddp.mixed_precision(net), optax.adam(0.1), group=group(REPLICAS))
+    step = fddp.train_step(fddp.mixed_precision(two_layers), optax.adam(0.1), group=group(REPLICAS))
     state, info = step(step.init(PARAMS), X)
     assert dtypes((state, info)) == {"float32"}
-    assert dtypes(fddp.mixed_precision(net)(jax.tree.map(np.float64, PARAMS), np.float64(X))) == {"float32"}
+    assert dtypes(fddp.mixed_precision(two_layers)(jax.tree.map(np.float64, PARAMS), np.float64(X))) == {"float32"}
 
 
 def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group):
@@ -157,6 +150,6 @@ def test_a_wrong_loss_is_refused_in_the_words_of_the_step(group):
 
 def test_what_cannot_be_cast_is_refused():
     with pytest.raises(ValueError, match="dtype must be a float dtype, got int8"):
-        fddp.mixed_precision(net, jnp.int8)
+        fddp.mixed_precision(two_layers, jnp.int8)
     with pytest.raises(TypeError, match="loss_fn must be a function, got int"):
         fddp.mixed_precision(3)  # pyright: ignore[reportArgumentType]

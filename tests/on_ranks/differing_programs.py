@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, same_on_all_ranks
+from trees import close
 
 import fddp
 
@@ -42,5 +43,5 @@ def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Grou
         for _ in range(5):
             state, _ = step(state, batch)
         ended.append(state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *ended)
+    close(*ended, rtol=1e-5, atol=1e-6)
     assert same_on_all_ranks(group, ended[1])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, same_on_all_ranks
+from trees import close
 
 import fddp
 from fddp.schedules import TRIED
@@ -41,7 +42,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
         np.testing.assert_allclose(info.loss, value, rtol=1e-5)
         updates, held = optimizer.update(grads, held, expected)
         expected = optax.apply_updates(expected, updates)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state.params, expected)
+    close(state.params, expected, rtol=1e-3, atol=1e-5)
 
 
 @claim()
@@ -77,4 +78,4 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
         ended.append((fddp.whole(state.params, group=group), losses))
     first, *others = ended
     for other in others:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), first, other)
+        close(other, first, rtol=1e-5, atol=1e-6)

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, error_of, same_on_all_ranks
+from problems import layer, square
 
 import fddp
 
 
 @claim()
 def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
-    def loss(p: Any, x: Any) -> jax.Array:
-        return jnp.mean((jnp.tanh(x @ p["w"]) - p["b"]) ** 2)
-
     params = {"w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), "b": np.float32(0.25)}
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
     mine = batch.reshape(group.size, -1, 3)[group.rank]
@@ -23,7 +21,7 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     expected = jax.tree.map(jnp.asarray, params)
     opt_state = optimizer.init(expected)
     for _ in range(3):
-        updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
+        updates, opt_state = optimizer.update(jax.grad(layer)(expected, batch), opt_state, expected)
         expected = optax.apply_updates(expected, updates)
     ways = (
         ("fused", "optimizer", 1),
@@ -34,7 +32,7 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     )
     for schedule, shard, micro_batches in ways:
         options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
-        step = fddp.train_step(loss, optimizer, group=group, **options)
+        step = fddp.train_step(layer, optimizer, group=group, **options)
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, mine)
@@ -54,7 +52,7 @@ def shards_of_a_subgroup_are_put_together_by_its_ranks(group: fddp.Group):
     if len(ranks) == 1:
         return
     pair = group.subgroup(ranks)
-    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.adam(0.1), group=pair, shard="state")
+    step = fddp.train_step(square, optax.adam(0.1), group=pair, shard="state")
     first = np.arange(5, dtype=np.float32) + ranks[0]
     state = step.init(first)
     np.testing.assert_array_equal(fddp.whole(state.params), first)

@@ -4,17 +4,20 @@ DDP's users clip between backward and step; here clipping is a part of the optim
 batch are the truth.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from every_schedule import SCHEDULES
+from problems import first_column
 
 import fddp
+
+close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
 REPLICAS, STEPS = 4, 4
 RNG = np.random.default_rng(3)
@@ -31,17 +34,8 @@ RULES = {
 }
 
 
-def net(params: Any, x: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["head"] - x[:, 0]) ** 2)
-
-
 def norm(tree: Any) -> float:
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
-
-
-def close(got: Any, expected: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, expected)
 
 
 def alone(optimizer: optax.GradientTransformation) -> list[Any]:
@@ -49,7 +43,7 @@ def alone(optimizer: optax.GradientTransformation) -> list[Any]:
 
     @jax.jit
     def step(params: Any, opt_state: Any, x: Any) -> Any:
-        updates, opt_state = optimizer.update(jax.grad(net)(params, x), opt_state, params)
+        updates, opt_state = optimizer.update(jax.grad(first_column)(params, x), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     params, opt_state, history = PARAMS, optimizer.init(PARAMS), []
@@ -68,7 +62,7 @@ def clipped(rule: str) -> list[Any]:
 @pytest.mark.parametrize("rule", RULES)
 def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, rule):
     optimizer = optax.chain(RULES[rule], ADAM)
-    step = fddp.train_step(net, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    step = fddp.train_step(first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
     state = step.init(PARAMS)
     for x, expected in zip(ROWS, clipped(rule)):
         state, _ = step(state, x)
@@ -79,7 +73,7 @@ def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, 
 def test_micro_batches_and_no_sync_are_clipped_together(group, x64, schedule):
     optimizer = optax.chain(RULES["by global norm"], ADAM)
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
-    step = fddp.train_step(net, optimizer, group=group(2), **options)
+    step = fddp.train_step(first_column, optimizer, group=group(2), **options)
     state = step.init(PARAMS)
     for x, expected in zip(ROWS, clipped("by global norm")):
         state, _ = step.no_sync(state, x[:8])
@@ -90,7 +84,7 @@ def test_micro_batches_and_no_sync_are_clipped_together(group, x64, schedule):
 @SCHEDULES
 def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
     optimizer = optax.chain(optax.clip_by_global_norm(CAP), optax.sgd(1.0))
-    step = fddp.train_step(net, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    step = fddp.train_step(first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
     state, _ = step(step.init(PARAMS), ROWS[0])
     moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, PARAMS)
     np.testing.assert_allclose(norm(moved), CAP, rtol=1e-12)
@@ -107,7 +101,7 @@ def test_clipping_acts_in_the_reference(x64, rule):
 
 
 def test_clipping_each_replicas_gradients_would_be_something_else(x64):
-    gradient = jax.jit(jax.grad(net))
+    gradient = jax.jit(jax.grad(first_column))
     own = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
     clip = RULES["by global norm"]
     first = jax.tree.map(lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in own])

@@ -4,6 +4,7 @@ PyTorch's GradScaler around DDP. Replicas agree on a step to skip because they l
 of real processes are in `on_ranks/guards.py`.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,22 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import trees
 from every_schedule import SCHEDULES
+from problems import rows, two_layers
+from trees import same_bits
 
 import fddp
+
+close = partial(trees.close, rtol=1e-5, atol=1e-7)
 
 RNG = np.random.default_rng(9)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}
 X = RNG.normal(size=(24, 3)).astype(np.float32)
 
 
-def rows(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
-
-
-def net(params: Any, x: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["head"] - 1) ** 2)
-
-
 def product(w: Any, x: Any) -> jax.Array:
     return jnp.mean(w * x)
-
-
-def close(got: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, expected)
-
-
-def same_bits(a: Any, b: Any) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda a, b: np.testing.assert_equal(np.asarray(a).tobytes(), np.asarray(b).tobytes()), a, b)
 
 
 ### A scale that changes nothing
@@ -54,7 +43,7 @@ MEMORY = optax.GradientTransformation(lambda params: params, lambda updates, sta
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
     """Weighted, in micro-batches, over calls: what the optimizer sees, and clips, has no scale."""
-    loss = lambda p, x: (fddp.Weighted(net(p, x), len(x) * jnp.abs(x[0, 0])), {"x": jnp.mean(x)})  # noqa: E731
+    loss = lambda p, x: (fddp.Weighted(two_layers(p, x), len(x) * jnp.abs(x[0, 0])), {"x": jnp.mean(x)})  # noqa: E731
     optimizer = optax.chain(MEMORY, optax.clip_by_global_norm(0.05), optax.sgd(0.1))
     options: Any = {"group": group(replicas), "schedule": schedule, "accumulation_steps": 2, "has_aux": True}
     ends = []
@@ -181,9 +170,9 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
 
 def test_float16_finds_its_scale_and_trains_as_float32_does(group):
     """From a scale that is far too large."""
-    plain = fddp.train_step(net, optax.adam(0.02), group=group(2))
+    plain = fddp.train_step(two_layers, optax.adam(0.02), group=group(2))
     optimizer = fddp.dynamic_scale(optax.adam(0.02), initial=2.0**24, growth_interval=10)
-    half = fddp.train_step(fddp.mixed_precision(net, jnp.float16), optimizer, group=group(2))
+    half = fddp.train_step(fddp.mixed_precision(two_layers, jnp.float16), optimizer, group=group(2))
     states = [plain.init(PARAMS), half.init(PARAMS)]
     losses, scales = [], []
     for _ in range(60):

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from optax._src import alias
 
 import fddp
+
+close = partial(trees.close, rtol=1e-4, atol=1e-6)
 
 pytestmark = pytest.mark.steps
 
@@ -97,10 +100,6 @@ def over_replicas(
     for x in batches:
         state, _ = step(state, x)
     return state
-
-
-def close(got: Any, wanted: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")

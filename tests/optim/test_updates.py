@@ -1,4 +1,4 @@
-"""An update leaves alone what was not used, whatever the optimizer's state looks like: `fddp.optimizer`."""
+"""An update leaves alone what was not used, whatever the optimizer's state looks like."""
 
 from typing import Any
 

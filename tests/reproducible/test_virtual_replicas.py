@@ -12,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from jaxtyping import Array
+from problems import square
+from trees import bits, close
 
 import fddp
 from fddp.comm import block_of, merges
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
 Steps = Callable[[int], fddp.TrainStep]
+Bits = list[list[bytes]]
 DRAW = np.random.default_rng(23)
 ROWS = DRAW.normal(size=(64, 5)).astype(np.float32)
 LABELS = DRAW.integers(3, size=64)
@@ -58,7 +61,7 @@ def first(step: fddp.TrainStep) -> fddp.TrainState:
     return step.init(VARIABLES["params"], model_state={"batch_stats": VARIABLES["batch_stats"]}, rng=jax.random.key(7))
 
 
-def train(step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]) -> tuple[fddp.TrainState, list[bytes]]:
+def train(step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]) -> tuple[fddp.TrainState, Bits]:
     """Trains, with the rows of steps of these numbers; also the bits of what each told."""
     told = []
     for rows in islice(fddp.samples(64, 24, virtual_replicas=VIRTUAL, start_step=steps[0]), len(steps)):
@@ -67,14 +70,7 @@ def train(step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]) ->
     return state, told
 
 
-def bits(tree: Any) -> bytes:
-    leaves = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
-    ]
-    return b"".join(np.asarray(x).tobytes() for x in leaves)
-
-
-def trained(step: fddp.TrainStep) -> list[bytes]:
+def trained(step: fddp.TrainStep) -> Bits:
     state, told = train(step, first(step), range(5))
     return [*told, bits(state)]
 
@@ -89,13 +85,13 @@ def step_of() -> Steps:
 
 
 @pytest.fixture(scope="module")
-def alone(step_of: Steps) -> list[bytes]:
+def alone(step_of: Steps) -> Bits:
     """What one replica makes of all rows."""
     return trained(step_of(1))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
-def test_the_bits_do_not_depend_on_the_number_of_replicas(step_of: Steps, alone: list[bytes], replicas: int):
+def test_the_bits_do_not_depend_on_the_number_of_replicas(step_of: Steps, alone: Bits, replicas: int):
     """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout and weights."""
     assert trained(step_of(replicas)) == alone
 
@@ -108,7 +104,7 @@ def test_the_bits_do_not_depend_on_the_number_of_replicas(step_of: Steps, alone:
     ],
     ids=str,
 )
-def test_nor_on_how_it_is_sent(group: Groups, alone: list[bytes], options: Any):
+def test_nor_on_how_it_is_sent(group: Groups, alone: Bits, options: Any):
     told = trained(make(group(2), **options))
     # How many replicas used a leaf is told besides.
     assert told[-1] == alone[-1] if "find_unused_parameters" in options else told == alone
@@ -122,7 +118,7 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
         value = jnp.mean(jnp.tanh(x @ p["a"] * p["c"]) ** 2) + jnp.mean(p["b"].astype(jnp.float32) ** 2)
         return fddp.Weighted(value, 1 + jnp.abs(x[0, 0])), (jnp.max(x), value.astype(jnp.bfloat16))
 
-    def ends(replicas: int, schedule: str) -> bytes:
+    def ends(replicas: int, schedule: str) -> list[bytes]:
         chosen: Any = {"schedule": schedule, "bucket_cap_mb": 0, "accumulation_steps": 2}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen)
         state, told = step.init(params), []
@@ -139,7 +135,7 @@ def test_without_virtual_replicas_they_do(group: Groups):
     assert two[-1] != four[-1]
 
 
-def test_the_number_of_replicas_may_change_under_way(group: Groups, step_of: Steps, alone: list[bytes]):
+def test_the_number_of_replicas_may_change_under_way(group: Groups, step_of: Steps, alone: Bits):
     steps = [step_of(3), step_of(1), make(group(2))]  # the last one is settled by a state that has been trained
     state, told = train(steps[0], first(steps[0]), range(2))
     for step, numbers in zip(steps[1:], (range(2, 4), range(4, 5))):
@@ -166,7 +162,7 @@ def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
             own = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), k), v)
             total = jax.tree.map(np.add, total, jax.grad(loss)(params, half, own))
     expected = jax.tree.map(lambda p, g: p - 0.1 * g / 12, params, total)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), dict(state.params), expected)
+    close(dict(state.params), expected, rtol=1e-12, atol=0)
 
 
 ### The tree
@@ -198,14 +194,14 @@ def test_blocks_of_equal_size_are_subtrees():
             assert whole == tree_sum([tree_sum(list(x), pair) for x in blocks], pair)
 
 
-def test_another_order_is_another_sum(step_of: Steps, alone: list[bytes]):
+def test_another_order_is_another_sum(step_of: Steps, alone: Bits):
     """The claims above are not blind: slices in another order give other bits."""
     step = step_of(1)
     state = first(step)
     for rows in islice(fddp.samples(64, 24, virtual_replicas=VIRTUAL), 5):
         rows = np.roll(rows.reshape(VIRTUAL, -1), 1, axis=0).reshape(-1)
         state, _ = step(state, (ROWS[rows], LABELS[rows]))
-    assert bits(state.params) not in alone[-1]
+    assert b"".join(bits(state.params)) not in b"".join(alone[-1])
 
 
 @pytest.mark.parametrize("replicas, times", [(2, 1), (4, 1), (3, 4)])
@@ -251,7 +247,7 @@ def test_a_loss_with_collectives_of_its_own_is_refused(group: Groups, ask: Calla
 
 
 def test_batches_are_of_one_size_and_nothing_is_left_pending(group: Groups):
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2), virtual_replicas=4)
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2), virtual_replicas=4)
     state, _ = step(step.init(np.float32(0)), np.ones(16, np.float32))
     with pytest.raises(ValueError, match="has 2 rows here and had 4 in the first batch"):
         step(state, np.ones(8, np.float32))

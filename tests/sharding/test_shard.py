@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from every_schedule import SCHEDULES
+from trees import close
 
 import fddp
 from fddp.buckets import take_apart
@@ -64,11 +65,6 @@ def plain(optimizer: optax.GradientTransformation, steps: int) -> tuple[Any, Any
         updates, state = update(grads, state, params, value=loss, grad=grads)
         params = optax.apply_updates(params, updates)
     return params, state
-
-
-def close(got: Any, expected: Any, rtol: float = 1e-10) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), got, expected)
 
 
 @both

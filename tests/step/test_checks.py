@@ -16,15 +16,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from problems import square
 
 import fddp
 
 W = np.zeros((), np.float32)
 X = np.ones(8, np.float32)
-
-
-def square(w: Any, x: Any) -> Any:
-    return jnp.mean((x - w) ** 2)
 
 
 def buffered(w: Any, x: Any, *, model_state: Any) -> Any:

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from every_schedule import SCHEDULES
 from jax.ad_checkpoint import checkpoint_name
 
 import fddp
+
+close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
 pytestmark = pytest.mark.steps
 
@@ -238,11 +241,6 @@ def partitions_that_optax_leaves_alone(params: Any, x: Any) -> jax.Array:
 
 
 ### Every program under every schedule
-
-
-def close(got: Any, expected: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, expected)
 
 
 def parted(tree: Any) -> tuple[Any, Any]:

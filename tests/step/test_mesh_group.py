@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import launch
+from trees import close
 from workers import trainings
 from workers.train_all import Run, train
 
@@ -142,7 +143,7 @@ def test_gradients_lie_as_the_parameters(x64, on):
     f = fddp.value_and_grad(loss, group=fddp.mesh_group(on()), find_unused_parameters=True)
     value, grads = f(in_parts(on()), X)
     expected = jax.value_and_grad(plain)(PARAMS, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), (value, grads), expected)
+    close((value, grads), expected, rtol=1e-12, atol=0)
     assert in_halves(grads) == {"first", "second"}
 
 
@@ -153,7 +154,7 @@ def test_a_loss_may_use_a_parameter_in_parts_in_a_loop(x64):
     w, x = X[:4] @ X[:4].T / 4, X @ X[:4].T
     f = fddp.value_and_grad(looped, group=fddp.mesh_group(mesh()))
     found = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, jax.value_and_grad(looped)(w, x))
+    close(found, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["fused", "after"])
@@ -203,7 +204,7 @@ def test_an_optimizers_factors_need_not_have_the_shape_of_a_parameter(x64):
     updates, _ = optimizer.update(grads, optimizer.init(trained), trained)
     expected: Any = optax.apply_updates(trained, updates)
     expected = {**PARAMS, **expected}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), state.params, expected)
+    close(state.params, expected, rtol=1e-10, atol=0)
 
 
 def test_the_callers_parameters_outlive_donation():

@@ -7,7 +7,7 @@ buffers. What a call tells about its rows, and what is pending then, is tested i
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,10 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
 from every_schedule import SCHEDULES
+from problems import first_column
+from trees import bits
 
 import fddp
 from fddp.comm.transport import Hosts
+
+close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
 pytestmark = pytest.mark.steps
 
@@ -31,23 +36,10 @@ PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.nor
 ADAM = optax.adam(1e-2)
 
 
-def net(params: Any, x: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["head"] - x[:, 0]) ** 2)
-
-
 def batches(count: int) -> Iterator[np.ndarray]:
     """Rows of so many calls, the same each time."""
     random = np.random.default_rng(2)
     return (random.normal(size=(ROWS, 3)) for _ in range(count))
-
-
-def bits(tree: Any) -> list[bytes]:
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-
-
-def close(got: Any, expected: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, expected)
 
 
 def shards(x: jax.Array) -> list[Any]:
@@ -61,7 +53,7 @@ def alone() -> list[tuple[Any, Any]]:
 
     @jax.jit
     def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(net)(params, x)
+        loss, grads = jax.value_and_grad(first_column)(params, x)
         updates, opt_state = ADAM.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -76,7 +68,7 @@ def alone() -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("steps", [1, 2], ids="{} micro-batches".format)
 def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x64, schedule, steps):
     options: Any = {"schedule": schedule, "accumulation_steps": steps, "bucket_cap_mb": 0}
-    step = fddp.train_step(net, ADAM, group=group(REPLICAS), **options)
+    step = fddp.train_step(first_column, ADAM, group=group(REPLICAS), **options)
     state, rows = step.init(PARAMS), batches(CALLS)
     for number, (held, expected) in enumerate(zip(HELD, alone())):
         before, turn = bits((state.params, state.opt_state)), [next(rows) for _ in range(held + 1)]
@@ -116,12 +108,12 @@ def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(grou
     """Also where what is pending goes on with a step of its own first batch, as after a restart."""
     data, counts = np.concatenate(list(batches(3))), (8, 24, 16)
     parts = np.split(data, np.cumsum(counts)[:-1])
-    made = lambda: fddp.train_step(net, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)  # noqa: E731
+    made = lambda: fddp.train_step(first_column, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)  # noqa: E731
     step, other = made(), made()
     state, _ = step.no_sync(step.init(PARAMS), parts[0])
     state, _ = step.no_sync(state, parts[1])
     state, _ = other(state, parts[2])
-    grads = jax.grad(net)(PARAMS, data)
+    grads = jax.grad(first_column)(PARAMS, data)
     close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
 
 
@@ -129,7 +121,7 @@ def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(grou
 def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
     four, sent = recorded(group(REPLICAS))
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
-    step = fddp.train_step(net, optax.sgd(0.1), group=four, **options)
+    step = fddp.train_step(first_column, optax.sgd(0.1), group=four, **options)
     rows = np.ones((ROWS, 3), np.float32)
     state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), rows)  # which also compares the ranks
     assert sent
@@ -144,7 +136,7 @@ def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, sche
 def running(params: Any, x: Any, *, model_state: Any) -> Any:
     """A buffer that keeps a running mean of the rows it sees, and enters the loss."""
     mean = 0.5 * model_state + jnp.mean(x, axis=0)
-    return net(params, x - mean), (mean, {"mean": jnp.mean(mean)})
+    return first_column(params, x - mean), (mean, {"mean": jnp.mean(mean)})
 
 
 def test_xla_puts_no_collective_into_no_sync_either(group):
@@ -202,7 +194,7 @@ def test_in_turns_with_steps_nothing_is_checked_anew(group: Callable[[int], fddp
     """What a call is given differs from what the next one is; to look through a large state takes its time."""
     checked = []
     monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
-    step = fddp.train_step(net, ADAM, group=group(2))
+    step = fddp.train_step(first_column, ADAM, group=group(2))
     state, rows = step.init(PARAMS), np.ones((ROWS, 3))
     for _ in range(3):
         for call in (step.no_sync, step.no_sync, step):

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trees
+from problems import square
 
 import fddp
 from fddp.step.options import SCHEDULES
@@ -25,7 +27,7 @@ PARAMS = {
 }
 # Eight replicas × four micro-batches × two rows.
 BATCH = {"x": RNG.normal(size=(64, 5)), "y": RNG.normal(size=64)}
-close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14)
+close = partial(trees.close, rtol=1e-12, atol=1e-14)
 
 
 def net(params: Any, batch: Any) -> Any:
@@ -38,11 +40,6 @@ def net(params: Any, batch: Any) -> Any:
 
 def net_loss(params: Any, batch: Any) -> Any:
     return net(params, batch)[0]
-
-
-def equal(got: Any, expected: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(close, got, expected)
 
 
 def rows(k: int, of: int = 4) -> Any:
@@ -76,7 +73,7 @@ def reference(x64) -> Any:
 @pytest.mark.parametrize("n", REPLICAS)
 def test_value_and_grad_equals_jax_on_the_joined_batch(group, reference, n):
     f = fddp.value_and_grad(net, group=group(n), has_aux=True, bucket_cap_mb=0)
-    equal(f(PARAMS, BATCH), reference)
+    close(f(PARAMS, BATCH), reference)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("auto", "eager")])
@@ -86,7 +83,7 @@ def test_value_and_grad_equals_jax_on_the_joined_batch(group, reference, n):
 def test_no_option_changes_the_mathematics(group, reference, schedule, options):
     n = 1 if schedule == "staged" else 4
     f = fddp.value_and_grad(net_loss, group=group(n), schedule=schedule, **options)
-    equal(f(PARAMS, BATCH), (reference[0][0], reference[1]))
+    close(f(PARAMS, BATCH), (reference[0][0], reference[1]))
 
 
 def test_value_and_grad_passes_model_state_and_keys(group, x64):
@@ -106,7 +103,7 @@ def test_value_and_grad_passes_model_state_and_keys(group, x64):
         for k, half in enumerate(np.split(x, 2))
     ]
     mean = jax.tree.map(lambda *parts: sum(parts) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves])
-    equal(((value, aux["kept"]), grad), mean)
+    close(((value, aux["kept"]), grad), mean)
     assert int(new["seen"]) == 42
 
 
@@ -116,7 +113,7 @@ def test_a_loss_with_its_own_collective_sees_the_whole_batch(group, x64):
 
     f = fddp.value_and_grad(partial(centred, over=lambda m: jax.lax.pmean(m, "replica")), group=group(4))
     w, x = np.float64(2), BATCH["y"]
-    equal(f(w, x), jax.value_and_grad(partial(centred, over=lambda m: m))(w, x))
+    close(f(w, x), jax.value_and_grad(partial(centred, over=lambda m: m))(w, x))
 
 
 def test_every_replica_computes_the_same_bits(group):
@@ -137,8 +134,8 @@ def test_four_micro_batches_equal_one_step_on_the_fourfold_batch(group, referenc
     step = fddp.train_step(net, optax.sgd(1.0), group=group(n), has_aux=True, accumulation_steps=4)
     state, info = step(step.init(PARAMS), BATCH)
     (loss, aux), grads = reference
-    equal((info.loss, info.aux), (loss, aux))
-    equal(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
+    close((info.loss, info.aux), (loss, aux))
+    close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
 
 
 @pytest.mark.parametrize(("n", "steps"), [(1, 1), (4, 2)])
@@ -147,14 +144,14 @@ def test_no_sync_and_a_step_equal_the_joined_batch(group, reference, n, steps):
     start = state = step.init(PARAMS)
     for k in range(3):
         state, info = step.no_sync(state, rows(k))
-        equal(state.params, PARAMS)
+        close(state.params, PARAMS)
         # What this process's first replica saw, and nobody else.
         part = jax.tree.map(lambda x: x[: 16 // n], rows(k))
         close(info.loss, net_loss(PARAMS, part))
     state, info = step(state, rows(3))
     (loss, aux), grads = reference
-    equal((info.loss, info.aux), (loss, aux))
-    equal(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
+    close((info.loss, info.aux), (loss, aux))
+    close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
     assert state.accumulated is None and int(state.step) == 1 and start.accumulated is None
 
 
@@ -201,7 +198,7 @@ def test_a_step_sends_one_all_reduce_per_bucket_and_none_in_a_loop(group, cap, s
 
 
 def test_gradients_of_16_bits_need_one_all_reduce_more_for_the_metrics(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(4))
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(4))
     state = step.init(jnp.zeros((), jnp.bfloat16))
     text = compiled(step.lower(state, np.ones(8, np.float32)))
     assert len(all_reduces(text)) == len(step.plan.buckets) + 1 == 2 and "bf16" in text
@@ -255,7 +252,7 @@ def test_a_group_travels_together_and_its_step_is_that_of_one_replica(group, ref
     (loss, _), grads = reference
     close(info.loss, loss)
     # optax goes against the gradient, of complex parameters against its conjugate.
-    equal(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
+    close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
 
 
 def test_a_predicate_that_ignores_everything_is_refused(group):
