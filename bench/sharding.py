@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from bench.steady import steady_seconds
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
 from fddp.schedules import TRIED
-from fddp.schedules.tasks import replaces
 
 STEPS = 4  # of a turn
 WAYS: dict[str, dict[str, Any]] = {
@@ -151,7 +151,7 @@ class Training:
             task.name: float(np.median(self.seconds[task.name])) if task.kind == "compute" else alone(task.name)
             for task in listed.tasks
         }
-        return steady_seconds(listed.tasks, took, *([replaces] if whole else []))
+        return steady_seconds(listed.tasks, took, *([attrgetter("replaces")] if whole else []))
 
 
 def held(tree: Any) -> int:

@@ -5,13 +5,13 @@ from typing import Any
 
 from fddp.schedules import simulate
 from fddp.schedules.gathers_ahead import NEXT, queue_of_gathers
-from fddp.schedules.tasks import NEW, RESULT, Task, first_word, replaces
+from fddp.schedules.tasks import NEW, RESULT, Task, Value
 
 STEPS = 4  # that are simulated: the last one takes as long as all that would follow
 
 
 def steady_seconds(
-    tasks: Sequence[Task], seconds: Mapping[str, float], late: Callable[[str], Any] = lambda name: False
+    tasks: Sequence[Task], seconds: Mapping[str, float], late: Callable[[Value], Any] = lambda value: False
 ) -> float:
     """Simulates several steps in a row, and returns how long one takes after many like it: see `simulate`.
 
@@ -24,13 +24,13 @@ def steady_seconds(
       Seconds between the ends of the updates of two steps.
     """
     written = [name for task in tasks for name in task.writes]
-    results = [name for name in written if first_word(name) in (NEW, RESULT)]
+    results = [name for name in written if name.kind in (NEW, RESULT)]
     # The name by which a step reads a value → the name by which the step before it has written that value.
-    before = {replaces(name): name for name in results if late(name)}
-    before |= {name.removesuffix(NEXT): name for name in written if name.endswith(NEXT)}
+    before = {name.replaces: name for name in results if late(name)}
+    before |= {Value(name.kind, name.number): name for name in written if name.path == NEXT}
     several = list[Task]()
     took = dict[str, float]()
-    ends = list[str]()
+    ends = list[Value]()
     for step in range(STEPS):
         for place, task in enumerate(tasks):
             reads = [_at(step - 1, before[name]) if name in before else _at(step, name) for name in task.reads]
@@ -44,5 +44,5 @@ def steady_seconds(
     return ended[ends[-1]] - ended[ends[-2]]
 
 
-def _at(step: int, name: str) -> str:
-    return f"{name} @{step}"
+def _at(step: int, name: str) -> Value:
+    return Value(f"{name} @{step}")

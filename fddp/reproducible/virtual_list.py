@@ -20,17 +20,28 @@ from fddp.jaxpr import arrivals, ready_order
 from fddp.losses import added
 from fddp.schedules import Pieces
 from fddp.schedules.lists import forms_of, names_of, stages_of
-from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, communications, equal_everywhere
+from fddp.schedules.tasks import (
+    BYTES,
+    MESSAGE,
+    RESULT,
+    STATE,
+    Communicate,
+    Compute,
+    Task,
+    TaskList,
+    Value,
+    communications,
+)
 
 # A stage ends after gradients of so many bytes: no option moves that place.
 STAGE_BYTES = 2**20
-FIRST = "first"
+FIRST = Value("first")
 
 
 class Half(NamedTuple):
     """A sum that waits for more."""
 
-    names: tuple[str, ...]
+    names: tuple[Value, ...]
     """Its values."""
     added: bool
     """Whether it was added here, so that its memory may be reused; somebody else may hold what a stage made."""
@@ -77,18 +88,18 @@ def in_virtual_replicas(
     rows = forms_of(rows)
     number = jax.ShapeDtypeStruct((), np.int32)
     one = of_one_replica(rows, tree.each)
-    of_state = names_of("state", state)
+    of_state = names_of(STATE, state)
     of_rows = names_of("rows", rows)
 
     contribute, (made, kept) = trace(placement, contributes.run, state, one, number)
     parts = names_of("made", made)
     held = names_of("kept", kept)
     groups = _cuts(made[0], ready_order(contribute, len(made[0])), len(parts), len(held))
-    read = [*of_state, *names_of("row", one), "number"]
+    read = [*of_state, *names_of("row", one), Value("number")]
     stages = stages_of("stage", "compute", contribute, read, [*parts, *held], groups)
 
     pack, messages = trace(placement, tree.pack, made)
-    titles = [f"message {k}" for k in range(len(messages))]
+    titles = [Value(MESSAGE, k) for k in range(len(messages))]
     packing = stages_of("pack", "compute", pack, parts, titles, [[k] for k in range(len(messages))])
     (sends,) = communications([contributes.reductions])
     tasks = [_dealt(tree.each, of_rows, read[len(of_state) :])]
@@ -106,13 +117,13 @@ def in_virtual_replicas(
 
     nbytes = jax.ShapeDtypeStruct((len(sends),), np.uint32)
     finish, (result, new) = trace(placement, pieces.finish, state, shards, came, kept, nbytes)
-    results = names_of("result", result)
+    results = names_of(RESULT, result)
     read = [*of_state, *back, *held, BYTES]
     tasks += stages_of("update", "update", finish, read, results, [range(len(results))])
 
     first = cache(lambda: placement.each(tree.first()))
 
-    def enter(state: Any, pending: Any, shards: Any, rows: Any) -> dict[str, Any]:
+    def enter(state: Any, pending: Any, shards: Any, rows: Any) -> dict[Value, Any]:
         given = dict(zip([*of_state, *of_rows], map(placement.each, jax.tree.leaves((state, rows)))))
         return given | {FIRST: first()}
 
@@ -132,9 +143,9 @@ def _contributions(
     sums = cache(_adding)
     packed = cache(lambda k, count: _packed(packing[k], count))
     waiting = [list[Half]() for _ in packing]
-    blocks = [list[str]() for _ in packing]
+    blocks = [list[Value]() for _ in packing]
     for v in range(tree.each):
-        there = set[str]()
+        there = set[Value]()
         left = 0
         last = v == tree.each - 1
         for stage in stages:
@@ -148,11 +159,11 @@ def _contributions(
                 reads = tuple(name for half in (*halves, own) for name in half.names)
                 if (v + 1) % tree.block == 0:
                     blocks[k].append(
-                        sends[k].reads[0] if tree.each == tree.block else f"block of message {k} up to {v}"
+                        sends[k].reads[0] if tree.each == tree.block else Value(f"block of message {k} up to", v)
                     )
                     tasks.append(Compute(f"pack message {k} of {v}", reads, (blocks[k][-1],), packed(k, count)))
                 elif count:
-                    names = tuple(f"half of {name} up to {v}" for name in packing[k].reads)
+                    names = tuple(Value(f"half of {value} up to", v) for value in packing[k].reads)
                     reuses = len(names) if halves[0].added else 0
                     tasks.append(Compute(f"add message {k} of {v}", reads, names, sums(count), reuses=reuses))
                     waiting[k].append(Half(names, True))
@@ -188,7 +199,7 @@ def _joined(*blocks: Any) -> Sequence[Any]:
     return (jnp.concatenate(blocks),)
 
 
-def _dealt(each: int, rows: Sequence[str], of_one: Sequence[str]) -> Compute:
+def _dealt(each: int, rows: Sequence[Value], of_one: Sequence[Value]) -> Compute:
     """Deals a replica's rows out to its virtual replicas, each with its number."""
 
     def run(first: jax.Array, *rows: jax.Array) -> Sequence[Any]:
@@ -220,5 +231,5 @@ def _renamed(task: Compute, v: int) -> Compute:
     return task._replace(name=f"{task.name} of {v}", reads=reads, writes=writes)
 
 
-def _of(name: str, v: int) -> str:
-    return name if equal_everywhere(name) else f"{name} of {v}"
+def _of(value: Value, v: int) -> Value:
+    return value if value.equal_everywhere else Value(f"{value} of", v)

@@ -27,7 +27,7 @@ from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.programs import compiled, preparing
 from fddp.schedules.queues import HERE, Arranged, Promise, freed, routed
 from fddp.schedules.staged import refuse_without_jit
-from fddp.schedules.tasks import Task, TaskList, replaces
+from fddp.schedules.tasks import Task, TaskList, Value
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -70,7 +70,7 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
     trial = Trial(group)
     launcher = Launcher(group, lanes=("communication",))
     # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
-    known = dict[int, dict[str, jax.ShapeDtypeStruct]]()
+    known = dict[int, dict[Value, jax.ShapeDtypeStruct]]()
     used = list[Any]()  # arrays that a step donates; it may not have come to that when the next step begins
 
     def arrange(listed: TaskList) -> Arranged:
@@ -94,7 +94,7 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
         launcher.log.begin()
         routes = now.arranged.routes[trial.way(len(now.arranged.routes))]
         began = perf_counter()
-        carried = [name for name in routes.kept if beside and replaces(name) in values]
+        carried = [name for name in routes.kept if beside and name.replaces in values]
         used[:] = [values[name] for name in now.arranged.gives]
         late = {name: Promise(form) for name, form in known.get(id(now), {}).items()}
         results = launcher.launch(now, routes, values, late=late).results

@@ -30,12 +30,12 @@ from fddp.schedules.programs import compiled, preparing
 from fddp.schedules.queues import HERE, Arranged, QueueOf, freed, routed
 from fddp.schedules.send import sending
 from fddp.schedules.staged import refuse_without_jit
-from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, first_word
+from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, Value
 
 # One of so many buckets is gathered as soon as it is updated, among the first two thirds: not beside the last scatters.
 STRIDE = 2
 AHEAD = "all-gather"  # the queue of gathers
-NEXT = ", next"  # ends the names of the values that a step makes for the next one
+NEXT = "next"  # the path of a value that a step makes for the next one
 
 
 class Ahead(NamedTuple):
@@ -97,8 +97,8 @@ def gathers_ahead(group: Group, pieces: Pieces, donate: bool) -> Runner:
         late = _futures(crossing.kept[len(ending.kept) :]) if leaves and beside else {}
         done = launcher.launch(now, crossing if leaves else ending, values, sends=sends, before=here, late=late)
         if leaves:
-            brought = {name: done.results.pop(name + NEXT) for name in opening.kept}
-            given = tuple(done.results[new(name)] for name in opening.given)
+            brought = {value: done.results.pop(following(value)) for value in opening.kept}
+            given = tuple(done.results[new(value)] for value in opening.given)
             left = Ahead(given, done._replace(results=brought))
         launcher.log.end()
         return *now.listed.leave(done.results), memory
@@ -122,13 +122,13 @@ def _arranged(queue_of: QueueOf, listed: TaskList) -> Arranged:
     parts = turned(listed)
     brought = tuple(task.writes[0] for task in parts.opening if isinstance(task, Communicate))
     opening = routed(parts.opening, queue_of, brought)
-    crossing = routed(parts.tasks, queue_of, (*listed.results, *(name + NEXT for name in brought)))
+    crossing = routed(parts.tasks, queue_of, (*listed.results, *map(following, brought)))
     ending = routed((*parts.body, *parts.updates), queue_of, listed.results)
     return Arranged((opening, crossing, ending), freed([listed.tasks], queue_of))
 
 
-def _futures(names: Iterable[str]) -> dict[str, Future[Any]]:
-    return {name: Future() for name in names}
+def _futures(values: Iterable[Value]) -> dict[Value, Future[Any]]:
+    return {value: Future() for value in values}
 
 
 class Turned(NamedTuple):
@@ -186,16 +186,21 @@ def turned(listed: TaskList) -> Turned:
     return Turned(opening, body, updates, tuple(closing))
 
 
-def new(name: str) -> str:
-    """The name under which a step leaves a value that the next one is given."""
-    return NEW + name.removeprefix(SHARDS) if first_word(name) == SHARDS else name
+def new(value: Value) -> Value:
+    """The value that a step leaves for the next one, which is given it as this one."""
+    return Value(NEW, path=value.path) if value.kind == SHARDS else value
+
+
+def following(value: Value) -> Value:
+    """The same value of the next step."""
+    return Value(value.kind, value.number, NEXT)
 
 
 def _again(task: Task) -> Task:
     """A task of the opening, for the next step."""
-    writes = tuple(name + NEXT for name in task.writes) if isinstance(task, Communicate) else task.writes
+    writes = tuple(map(following, task.writes)) if isinstance(task, Communicate) else task.writes
     return task._replace(reads=tuple(map(new, task.reads)), writes=writes)
 
 
-def _written(tasks: Iterable[Task]) -> set[str]:
-    return {name for task in tasks for name in task.writes}
+def _written(tasks: Iterable[Task]) -> set[Value]:
+    return {value for task in tasks for value in task.writes}

@@ -25,7 +25,7 @@ from fddp.schedules.queues import HERE, Do, Queues, Routes
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.shown import wait_for
 from fddp.schedules.step_log import StepLog
-from fddp.schedules.tasks import BYTES, Communicate, Task
+from fddp.schedules.tasks import BYTES, Communicate, Task, Value
 from fddp.schedules.timeline import Span
 
 Send: TypeAlias = Callable[..., Sent]
@@ -34,11 +34,11 @@ Send: TypeAlias = Callable[..., Sent]
 class Launched(NamedTuple):
     """A list after its launch, and what of it goes on."""
 
-    results: dict[str, Any]
+    results: dict[Value, Any]
     """The values that were wanted; futures of those that come late."""
     jobs: Mapping[str, Future[None]]
     """The queues beside the calling thread's, by name."""
-    sent: Mapping[str, Sent]
+    sent: Mapping[Value, Sent]
     """The messages that are over, by the names of what was sent, without their sums."""
 
 
@@ -66,12 +66,12 @@ class Launcher:
         self,
         now: Prepared,
         routes: Routes,
-        values: dict[str, Any],
+        values: dict[Value, Any],
         *,
         memory: Memory = (),
         sends: Mapping[str, Send] = MappingProxyType({}),
         before: Launched = NOTHING,
-        late: Mapping[str, Future[Any]] = MappingProxyType({}),
+        late: Mapping[Value, Future[Any]] = MappingProxyType({}),
     ) -> Launched:
         """Runs a list until its computing is over, and all results are there that may not come late.
 
@@ -89,7 +89,7 @@ class Launcher:
         """
         queues = Queues(routes, values, late)
         values.clear()
-        sent = dict[str, Sent]()
+        sent = dict[Value, Sent]()
         jobs = self._jobs = dict[str, Future[None]]()
 
         def sending(queue: str) -> Do:
@@ -166,7 +166,7 @@ class Launcher:
         now: Prepared,
         send: Send,
         memory: Memory,
-        sent: dict[str, Sent],
+        sent: dict[Value, Sent],
         before: Launched,
         others: Callable[[], Sequence[Future[None]]],
     ) -> Do:

@@ -20,9 +20,22 @@ from fddp.comm import Placement, trace
 from fddp.jax_internals import ClosedJaxpr, Literal, make_program
 from fddp.jaxpr import Stage, arrivals, collectives, cut, take_more
 from fddp.schedules.pieces import Pieces, Round
-from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
+from fddp.schedules.tasks import (
+    BYTES,
+    MESSAGE,
+    NEW,
+    RESULT,
+    SHARDS,
+    STATE,
+    Communicate,
+    Compute,
+    Task,
+    TaskList,
+    Value,
+    communications,
+)
 
-ARGUMENTS = ("state", "pending", SHARDS, "rows")
+ARGUMENTS = (STATE, "pending", SHARDS, "rows")
 
 
 def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
@@ -52,14 +65,16 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     tasks = list[Task]()
     came = ()
     for one, sends in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
-        kept = f"kept by {one.name}"
-        tasks += [Compute(one.name, (*one.reads, *came), (*_read(sends), kept), partial(speak, one), one.kind), *sends]
+        kept = Value(f"kept by {one.name}")
+        reads = *map(Value, one.reads), *came
+        tasks += [Compute(one.name, reads, (*_read(sends), kept), partial(speak, one), one.kind), *sends]
         came = kept, *_written(sends)
-    tasks.append(Compute(pieces.name, ("state", SHARDS, BYTES, *came), ("result", NEW), finish, "update"))
+    results = Value(RESULT), Value(NEW)
+    tasks.append(Compute(pieces.name, (Value(STATE), Value(SHARDS), BYTES, *came), results, finish, "update"))
     return TaskList(
         tuple(tasks),
-        lambda *arguments: dict(zip(ARGUMENTS, arguments)) | _nothing_sent(pieces),
-        lambda values: (values["result"], values[NEW]),
+        lambda *arguments: dict(zip(map(Value, ARGUMENTS), arguments)) | _nothing_sent(pieces),
+        lambda values: (values[results[0]], values[results[1]]),
     )
 
 
@@ -69,20 +84,20 @@ class Program(NamedTuple):
     name: str
     kind: str
     closed: ClosedJaxpr
-    read: list[str]
-    """Names of its inputs."""
+    read: list[Value]
+    """Its inputs."""
     back: dict[int, int]
     """Inputs that are messages come back: place among the inputs → the message's number, from 0."""
-    made: list[str]
-    """Names of its outputs."""
+    made: list[Value]
+    """Its outputs."""
 
 
 # (the first round, the update) → names of the arguments that come late, and each one's place in the order in which they
 # come, from 1 on. All others are there at once.
-Late: TypeAlias = Callable[[Program, Program], Mapping[str, int]]
+Late: TypeAlias = Callable[[Program, Program], Mapping[Value, int]]
 
 
-def nothing_late(first: Program, last: Program) -> Mapping[str, int]:
+def nothing_late(first: Program, last: Program) -> Mapping[Value, int]:
     """All arguments of a step are there when it begins."""
     del first, last
     return {}
@@ -127,12 +142,12 @@ def in_stages(
     names = {word: names_of(word, tree) for word, tree in given.items()}
     sends = list[Communicate]()
     came = (None, None)
-    held = list[str]()
+    held = list[Value]()
     programs = list[Program]()
     following = communications([one.reductions for one in pieces.rounds])
 
-    def of(words: Sequence[str]) -> list[str]:
-        return [name for word in words for name in names[word]]
+    def of(kinds: Sequence[str]) -> list[Value]:
+        return [value for kind in kinds for value in names[kind]]
 
     for one, leave in zip(pieces.rounds, following):
         closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
@@ -146,9 +161,9 @@ def in_stages(
 
     nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
     closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
-    there = of(("state", SHARDS))
+    there = of((STATE, SHARDS))
     read = [*there, *_written(sends), *held, BYTES]
-    results = [*names_of("result", result), *names_of(NEW, new)]
+    results = [*names_of(RESULT, result), *names_of(NEW, new)]
     last = Program(pieces.name, "update", closed, read, {len(there) + k: k for k in range(len(sends))}, results)
 
     tasks = list[Task]()
@@ -168,11 +183,11 @@ def in_stages(
     )
 
 
-def _as_made(program: Program, late: Mapping[str, int]) -> list[Compute]:
+def _as_made(program: Program, late: Mapping[Value, int]) -> list[Compute]:
     """Cuts a round where it makes a message, and where it has to wait for a message or for a late argument."""
     made = program.made
     title = program.name.replace("backward", "stage")
-    messages = sum(name.startswith("message ") for name in made)
+    messages = sum(value.kind == MESSAGE for value in made)
     groups = [[k] for k in range(messages)]
     kept = list(range(messages, len(made)))
     if not groups or take_more(program.closed, kept):
@@ -198,14 +213,14 @@ def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]
     return stages_of(program.name, "update", program.closed, program.read, program.made, groups)
 
 
-def _passed_on(closed: ClosedJaxpr, given: Sequence[str], first: int, names: Sequence[str]) -> list[str]:
+def _passed_on(closed: ClosedJaxpr, given: Sequence[Value], first: int, names: Sequence[Value]) -> list[Value]:
     """Names the outputs of a program from `first` on: an input that it hands on unchanged keeps its name."""
     there = dict(zip(closed.jaxpr.invars, given))
     made = closed.jaxpr.outvars[first:]
     return [name if isinstance(var, Literal) else there.get(var, name) for var, name in zip(made, names)]
 
 
-def _nothing_sent(pieces: Pieces) -> dict[str, Any]:
+def _nothing_sent(pieces: Pieces) -> dict[Value, Any]:
     """The bytes of a step without messages, which no task writes."""
     return {} if pieces.reductions else {BYTES: np.zeros(0, np.uint32)}
 
@@ -225,11 +240,11 @@ def _back(sends: Sequence[Communicate], messages: Messages) -> Messages:
     return replace(messages, arrays=tuple(arrays))
 
 
-def _read(sends: Sequence[Communicate]) -> tuple[str, ...]:
+def _read(sends: Sequence[Communicate]) -> tuple[Value, ...]:
     return tuple(task.reads[0] for task in sends)
 
 
-def _written(sends: Sequence[Communicate]) -> tuple[str, ...]:
+def _written(sends: Sequence[Communicate]) -> tuple[Value, ...]:
     return tuple(task.writes[0] for task in sends)
 
 
@@ -237,8 +252,8 @@ def stages_of(
     title: str,
     kind: str,
     closed: ClosedJaxpr,
-    given: Sequence[str],
-    made: Sequence[str],
+    given: Sequence[Value],
+    made: Sequence[Value],
     groups: Sequence[Sequence[int]],
     comes: Mapping[int, int] | None = None,
 ) -> list[Compute]:
@@ -252,7 +267,7 @@ def stages_of(
     stages = cut(whole, [len(group) for group in groups], comes)
 
     handed = ((k, number) for k, stage in enumerate(stages) for number in stage.writes)
-    names = [*given, *(f"{title} {k}/{number - len(given)}" for k, number in handed)]
+    names = [*given, *(Value(title, k, str(number - len(given))) for k, number in handed)]
     results = iter([made[number] for group in groups for number in group])
 
     def task(k: int, stage: Stage) -> Compute:
@@ -281,9 +296,10 @@ def forms_of(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)
 
 
-def names_of(title: str, tree: Any) -> list[str]:
-    """A name for each leaf of a tree, by its path."""
+def names_of(kind: str, tree: Any) -> list[Value]:
+    """A value of this kind for each leaf of a tree, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    names = ["/".join(filter(None, (title, jax.tree_util.keystr(path, simple=True, separator="/")))) for path in paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     # Two paths may read alike: {"a/b": …} and {"a": {"b": …}}.
-    return [name if names.count(name) == 1 else f"{name} {at}" for at, name in enumerate(names)]
+    names = [name if names.count(name) == 1 else f"{name} {at}" for at, name in enumerate(names)]
+    return [Value(kind, path=name) for name in names]

@@ -18,7 +18,7 @@ import numpy as np
 from fddp.comm import Group
 from fddp.jaxpr import arrivals, first_uses
 from fddp.schedules.lists import Program
-from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, replaces
+from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, Value
 
 EVERY = 4  # of so many messages one is put off
 BEFORE_THE_LAST = 2  # the last so many messages are never put off
@@ -42,7 +42,7 @@ def orders(listed: TaskList, first_use: Mapping[str, int]) -> tuple[TaskList, ..
     return (ready,) if put_off.messages == ready.messages else (ready, put_off)
 
 
-def come_late(first: Program, last: Program) -> dict[str, int]:
+def come_late(first: Program, last: Program) -> dict[Value, int]:
     """Numbers the parts of the state as they come, if the last step's messages bring them in the order of first use.
 
     Args:
@@ -53,7 +53,7 @@ def come_late(first: Program, last: Program) -> dict[str, int]:
       For each part that a message brings, by the name under which the first program reads it: its place, from 1 on.
     """
     when = arrivals(last.closed, {at: k + 1 for at, k in last.back.items()})
-    message = {replaces(name): k for name, k in zip(last.made, when) if k}
+    message = {made.replaces: k for made, k in zip(last.made, when) if k}
     uses = {name: use for name, use in zip(first.read, first_uses(first.closed)) if name in message}
     order = dict.fromkeys(message[name] for name in sorted(uses, key=uses.__getitem__))
     places = {k: place for place, k in enumerate(order, 1)}
@@ -121,7 +121,7 @@ def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
     messages = listed.messages
     computes = [task for task in listed.tasks if task.kind == "compute"]
     updates = [task for task in listed.tasks if task.kind == "update"]
-    replaced = any(replaces(name) in task.reads for task in updates for name in task.writes)
+    replaced = any(made.replaces in task.reads for task in updates for made in task.writes)
     ordered = _ordered(messages, first_use if replaced else {})  # gradients that are returned have to be there at once
     tasks = list[Task]()
     leaving = deque(ordered)

@@ -11,7 +11,7 @@ from fddp.hooks import Memory, all_finite, summed
 from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
-from fddp.schedules.tasks import BYTES, Communicate
+from fddp.schedules.tasks import BYTES, Communicate, Value
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -74,7 +74,7 @@ def traced(
     comm = group.communicator
     values = listed.enter(state, pending, shards, rows)
     before = drop_replica_dim(memory) or ((),) * len(listed.messages)
-    sums = list[str]()
+    sums = list[Value]()
     remembered = list[Any]()
     sent = list[Any]()
     for task in listed.tasks:

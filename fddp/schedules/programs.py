@@ -17,15 +17,15 @@ from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.shown import named
-from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
+from fddp.schedules.tasks import MESSAGE, SHARDS, STATE, Compute, TaskList, Value
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
 # The values whose memory a task may have, for each task by name.
-Freed: TypeAlias = Mapping[str, Sequence[str]]
+Freed: TypeAlias = Mapping[str, Sequence[Value]]
 # (placement, tasks, values that are there at first, what each task may have of the state's memory, reports what
 # compiles)
-MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], Freed, Compiling], Programs]
+MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[Value, Any], Freed, Compiling], Programs]
 
 
 class Prepared(NamedTuple):
@@ -73,7 +73,7 @@ def preparing(
 
 
 def jitted(
-    placement: Placement, listed: TaskList, values: Mapping[str, Any], freed: Freed, says: Compiling
+    placement: Placement, listed: TaskList, values: Mapping[Value, Any], freed: Freed, says: Compiling
 ) -> Programs:
     """Programs that XLA compiles when they are first called.
 
@@ -97,7 +97,7 @@ def jitted(
 
 
 def on_each_device(
-    placement: Placement, listed: TaskList, values: Mapping[str, Any], freed: Freed, says: Compiling
+    placement: Placement, listed: TaskList, values: Mapping[Value, Any], freed: Freed, says: Compiling
 ) -> Programs:
     """Programs of one replica: each replica of this process runs them by itself, and XLA knows of no others.
 
@@ -128,22 +128,22 @@ def on_each_device(
         def run(*read: Any) -> Sequence[Any]:
             of_each = zip(*(x if isinstance(x, tuple) else placement.each(x) for x in read))
             made = zip(*[one(*given) for given in of_each])
-            return [_joined(placement, name, arrays) for name, arrays in zip(task.writes, made)]
+            return [_joined(placement, value, arrays) for value, arrays in zip(task.writes, made)]
 
         return run
 
     return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
 
 
-def _joined(placement: Placement, name: str, arrays: tuple[Any, ...]) -> Any:
+def _joined(placement: Placement, value: Value, arrays: tuple[Any, ...]) -> Any:
     """Joins the arrays of a value that is sent or returned into one; all other values stay with each replica."""
-    if equal_everywhere(name):
+    if value.equal_everywhere:
         return placement.together(arrays, REPLICATED)
-    return placement.together(arrays, placement.per_replica) if name.startswith("message ") else arrays
+    return placement.together(arrays, placement.per_replica) if value.kind == MESSAGE else arrays
 
 
 def compiled(
-    placement: Placement, listed: TaskList, values: Mapping[str, Any], freed: Freed, says: Compiling
+    placement: Placement, listed: TaskList, values: Mapping[Value, Any], freed: Freed, says: Compiling
 ) -> Programs:
     """Compiles all programs before any of them runs, equal ones once.
 
@@ -193,7 +193,7 @@ def compiled(
                 programs[task.name] = program(task) if task.writes else task.run
             else:
                 back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
-                if not equal_everywhere(task.writes[0]):
+                if not task.writes[0].equal_everywhere:
                     back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
                 nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
                 forms.update(zip(task.writes, (back, nbytes)))
@@ -201,17 +201,17 @@ def compiled(
 
 
 def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
-    def specs(names: Sequence[str]) -> tuple[PartitionSpec, ...]:
-        return tuple(REPLICATED if equal_everywhere(name) else placement.per_replica for name in names)
+    def specs(values: Sequence[Value]) -> tuple[PartitionSpec, ...]:
+        return tuple(REPLICATED if value.equal_everywhere else placement.per_replica for value in values)
 
     return placement.program(task.run, specs(task.reads), specs(task.writes), donate=donate)
 
 
-def _usable(task: Compute, free: Sequence[str], forms: Mapping[str, Any]) -> list[int]:
+def _usable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) -> list[int]:
     """Inputs to donate: values of the state, each with a result of the same shape that can have its memory."""
 
-    def wants(name: str) -> Counter[Any]:
-        return Counter((equal_everywhere(name), *shape) for shape in _shapes(forms[name]))
+    def wants(value: Value) -> Counter[Any]:
+        return Counter((value.equal_everywhere, *shape) for shape in _shapes(forms[value]))
 
     room = sum(map(wants, task.writes), Counter())
     places = list[int]()
@@ -226,8 +226,8 @@ def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-def _of_state(name: str) -> bool:
-    return name.split("/")[0] in ("state", SHARDS)
+def _of_state(value: Value) -> bool:
+    return value.kind in (STATE, SHARDS)
 
 
 def _callbacks(jaxpr: Jaxpr) -> list[Any]:

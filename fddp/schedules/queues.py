@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, first_word
+from fddp.schedules.tasks import BYTES, STATE, Communicate, Task, TaskList, Value
 
 HERE = "here"  # the queue of the thread that calls the step
 
@@ -38,13 +38,13 @@ class Routes(NamedTuple):
 
     queues: dict[str, tuple[Task, ...]]
     """The tasks of each queue, in order."""
-    given: tuple[str, ...]
+    given: tuple[Value, ...]
     """The values that tasks read and none writes."""
-    kept: tuple[str, ...]
+    kept: tuple[Value, ...]
     """The values that are wanted in the end."""
-    crossing: tuple[str, ...]
+    crossing: tuple[Value, ...]
     """The values that one queue writes and another one waits for."""
-    readers: Mapping[str, int]
+    readers: Mapping[Value, int]
     """The number of tasks that read a value; whoever wants it in the end counts as one more."""
 
     @property
@@ -52,9 +52,9 @@ class Routes(NamedTuple):
         """The queues of messages."""
         return tuple(queue for queue, tasks in self.queues.items() if isinstance(tasks[0], Communicate))
 
-    def makes(self, queue: str, names: Collection[str]) -> bool:
+    def makes(self, queue: str, values: Collection[Value]) -> bool:
         """Whether a queue writes one of these values."""
-        return any(name in names for task in self.queues[queue] for name in task.writes)
+        return any(value in values for task in self.queues[queue] for value in task.writes)
 
 
 class Arranged(NamedTuple):
@@ -62,13 +62,13 @@ class Arranged(NamedTuple):
 
     routes: tuple[Routes, ...]
     """The list in each order, or in each part, that may be launched."""
-    freed: Mapping[str, tuple[str, ...]]
+    freed: Mapping[str, tuple[Value, ...]]
     """The values whose memory a task may have, for each task by name."""
 
     @property
-    def gives(self) -> tuple[str, ...]:
+    def gives(self) -> tuple[Value, ...]:
         """The arrays of the state among these."""
-        return tuple({name for names in self.freed.values() for name in names if first_word(name) == "state"})
+        return tuple({value for values in self.freed.values() for value in values if value.kind == STATE})
 
 
 # (a list of tasks) → the same, arranged
@@ -92,7 +92,7 @@ def as_listed(queues_of: Callable[[TaskList], QueueOf]) -> Arrange:
     return arrange
 
 
-def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[str]) -> Routes:
+def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[Value]) -> Routes:
     """Deals tasks out to queues.
 
     Args:
@@ -104,7 +104,7 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[str]) -> Rou
       The queues, and the ways of values between them.
     """
     queues: dict[str, list[Task]] = {}
-    wanted: dict[str, set[str]] = {name: {HERE} for name in kept}
+    wanted: dict[Value, set[str]] = {name: {HERE} for name in kept}
     for task in tasks:
         queues.setdefault(queue_of(task), []).append(task)
         for name in task.reads:
@@ -121,7 +121,7 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[str]) -> Rou
     )
 
 
-def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tuple[str, ...]]:
+def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tuple[Value, ...]]:
     """Finds the values whose memory a task may have.
 
     Args:
@@ -132,13 +132,13 @@ def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tupl
       The values that a task is the last to read in each order, for each task by name. A value that another queue reads
       as well is left out: that queue may lag.
     """
-    queues: dict[str, set[str]] = {}
+    queues: dict[Value, set[str]] = {}
     for task in orders[0]:
         for name in task.reads:
             queues.setdefault(name, set()).add(queue_of(task))
     last = [{name: task.name for task in tasks for name in task.reads} for tasks in orders]
 
-    def alone(task: Task, name: str) -> bool:
+    def alone(task: Task, name: Value) -> bool:
         return len(queues[name]) == 1 and all(of[name] == task.name for of in last)
 
     return {task.name: tuple(name for name in task.reads if alone(task, name)) for task in orders[0]}
@@ -147,7 +147,7 @@ def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tupl
 class Queues:
     """Tasks that wait for each other across threads."""
 
-    def __init__(self, routes: Routes, values: Mapping[str, Any], futures: Mapping[str, Future[Any]]) -> None:
+    def __init__(self, routes: Routes, values: Mapping[Value, Any], futures: Mapping[Value, Future[Any]]) -> None:
         """Makes a future for each value that crosses from one queue to another.
 
         Args:
@@ -160,9 +160,9 @@ class Queues:
         self._readers = dict(routes.readers)
         self._lock = Lock()
         given = {name: values[name] for name in (*routes.given, *routes.kept) if name in values}
-        self._there: dict[str, Any] = {**given, **{name: futures.get(name) or Future() for name in routes.crossing}}
+        self._there: dict[Value, Any] = {**given, **{name: futures.get(name) or Future() for name in routes.crossing}}
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[Value, Any]:
         """The values that are wanted in the end, or futures of them, once the calling thread's queue is done."""
         return {name: self._there[name] for name in self._routes.kept}
 

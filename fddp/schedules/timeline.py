@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fddp.schedules.tasks import Communicate, Compute, Task
+from fddp.schedules.tasks import MESSAGE, Communicate, Compute, Task, Value
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,13 @@ def outline(
     for k in range(max(len(stages), len(sends))):
         made = range(len(sends)) if k == last else range(k, k + 1)
         if k <= last:
-            writes = tuple(f"message {n}" for n in made if k <= n < len(sends))
+            writes = tuple(Value(MESSAGE, n) for n in made if k <= n < len(sends))
             tasks.append(Compute(f"stage {k}", (), writes))
         if k < len(sends):
-            tasks.append(Communicate(f"bucket {k}", (f"message {k}",), (f"sum {k}",)))
+            tasks.append(Communicate(f"bucket {k}", (Value(MESSAGE, k),), (Value("sum", k),)))
     for k in range(len(updates)):
         of = len(sends) - len(updates) + k
-        tasks.append(Compute(f"update {k}", (f"sum {of}",) if of >= 0 else (), (), kind="update"))
+        tasks.append(Compute(f"update {k}", (Value("sum", of),) if of >= 0 else (), (), kind="update"))
     seconds = {f"stage {k}": x for k, x in enumerate(stages)} | {f"bucket {k}": x for k, x in enumerate(sends)}
     return tuple(tasks), seconds | {f"update {k}": x for k, x in enumerate(updates)}
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,24 +25,28 @@ from fddp.hooks import Reduction
 from fddp.hooks.sums import Asks
 from fddp.jax_internals import with_configuration
 from fddp.schedules.message_order import STEPS, TURNS, trailed
-from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, replaces
+from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, Value
 
 Groups = Callable[[int], fddp.Group]
 
 
 def layers(n: int, *, asks: int | None = None) -> TaskList:
     """A net of n layers with a bucket each: the last one's gradient is ready first and needed last."""
-    tasks: list[Task] = [Compute(f"forward {k}", (f"state/params/{k}", f"x {k}"), (f"x {k + 1}",)) for k in range(n)]
+    x, y = ([Value(kind, k) for k in range(n + 1)] for kind in "xy")
+    params = [Value("state", path=f"params/{k}") for k in range(n)]
+    tasks: list[Task] = [Compute(f"forward {k}", (params[k], x[k]), (x[k + 1],)) for k in range(n)]
+    message, total = ([Value(kind, k) for k in range(n)] for kind in ("message", "sum"))
     for number, k in enumerate(reversed(range(n))):
-        read = f"y {k + 1}" if number else f"x {n}"
-        asked = (f"sum {asks}",) if asks is not None and number > asks else ()
+        asked = (total[asks],) if asks is not None and number > asks else ()
         told = (BYTES,) if number == n - 1 else ()
         how = Reduction(asks=Asks(asks or 0, (0,)) if asked else None)
-        tasks += [Compute(f"backward {k}", (read, f"state/params/{k}"), (f"y {k}", f"message {number}"))]
-        tasks += [Communicate(f"bucket {number}", (f"message {number}", *asked), (f"sum {number}", *told), how)]
+        tasks += [Compute(f"backward {k}", (y[k + 1] if number else x[n], params[k]), (y[k], message[number]))]
+        tasks += [Communicate(f"bucket {number}", (message[number], *asked), (total[number], *told), how)]
+    weight = Value("weight")
     for number, k in enumerate(reversed(range(n))):
-        reads = f"sum {number}", f"state/params/{k}", *(("weight",) if number else ())
-        writes = f"result/0/params/{k}", *(() if number else ("weight", "result/1/loss"))
+        reads = total[number], params[k], *((weight,) if number else ())
+        others = () if number else (weight, Value("result", path="1/loss"))
+        writes = Value("result", path=f"0/params/{k}"), *others
         tasks += [Compute(f"update {number}", reads, writes, kind="update")]
     return TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ()))
 
@@ -111,7 +116,7 @@ def test_a_put_off_sum_lies_under_the_next_forward_pass():
     took = {
         f"{word} {k}": time for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0)) for k in range(4)
     }
-    assert steady_seconds(trailed(layers(4), uses(4)).tasks, took, replaces) == pytest.approx(17.0)
+    assert steady_seconds(trailed(layers(4), uses(4)).tasks, took, attrgetter("replaces")) == pytest.approx(17.0)
     assert steady_seconds(layers(4).tasks, took) == pytest.approx(18.0)
 
 

@@ -25,26 +25,25 @@ from fddp.schedules.gathers_ahead import NEXT, Turned, queue_of_gathers, turned
 from fddp.schedules.launcher import NOTHING, Launcher
 from fddp.schedules.queues import HERE, Queues, freed, routed
 from fddp.schedules.step_log import StepLog
-from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
+from fddp.schedules.tasks import Communicate, Compute, Task, TaskList, Value
 
 Groups = Callable[[int], fddp.Group]
 
 
 def layers(n: int) -> Turned:
     """A net of n layers with a bucket each: the last one's gradient is ready first and needed last."""
+    x, y = ([Value(kind, k) for k in range(n + 1)] for kind in "xy")
+    message, whole, part = ([Value(kind, k) for k in range(2 * n)] for kind in ("message", "whole", "part"))
+    shards, new = ([Value(kind, path=str(k)) for k in range(n)] for kind in ("shards", "new"))
     tasks: list[Task] = []
     for k in range(n):
-        tasks += [Compute(f"pack {k}", (f"shards/{k}",), (f"message {k}",), kind="update")]
-        tasks += [Communicate(f"gather {k}", (f"message {k}",), (f"whole {k}",), Reduction(collective="all_gather"))]
-    tasks += [Compute(f"forward {k}", (f"whole {k}", f"x {k}"), (f"x {k + 1}",)) for k in range(n)]
+        tasks += [Compute(f"pack {k}", (shards[k],), (message[k],), kind="update")]
+        tasks += [Communicate(f"gather {k}", (message[k],), (whole[k],), Reduction(collective="all_gather"))]
+    tasks += [Compute(f"forward {k}", (whole[k], x[k]), (x[k + 1],)) for k in range(n)]
     for k in reversed(range(n)):
-        read = f"y {k + 1}" if k < n - 1 else f"x {n}"
-        tasks += [Compute(f"backward {k}", (read, f"whole {k}"), (f"y {k}", f"message {n + k}"))]
-        tasks += [Communicate(f"scatter {k}", (f"message {n + k}",), (f"part {n + k}",))]
-    tasks += [
-        Compute(f"update {k}", (f"part {n + k}", f"shards/{k}"), (f"new/{k}",), kind="update")
-        for k in reversed(range(n))
-    ]
+        tasks += [Compute(f"backward {k}", (y[k + 1] if k < n - 1 else x[n], whole[k]), (y[k], message[n + k]))]
+        tasks += [Communicate(f"scatter {k}", (message[n + k],), (part[n + k],))]
+    tasks += [Compute(f"update {k}", (part[n + k], shards[k]), (new[k],), kind="update") for k in reversed(range(n))]
     return turned(TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ())))
 
 
@@ -60,7 +59,7 @@ def test_a_gather_is_packed_of_the_new_shards_as_soon_as_these_are_there_and_bef
     names = [task.name for task in layers(4).closing if isinstance(task, Compute)]
     assert names == [f"{word} {k}" for k in (3, 2, 1, 0) for word in ("update", "pack")]
     closing = {task.name: task for task in layers(4).closing}
-    assert closing["pack 2"].reads == ("new/2",) and closing["gather 2"].writes == ("whole 2" + NEXT,)
+    assert closing["pack 2"].reads == ("new/2",) and closing["gather 2"].writes == (f"whole 2/{NEXT}",)
 
 
 @pytest.mark.parametrize(("n", "first"), [(8, (7, 5, 3)), (9, (8, 6, 4)), (7, (6, 4)), (2, (1,)), (1, ())])
@@ -92,15 +91,20 @@ def test_the_order_of_gathers_is_within_two_percent_of_the_best_that_was_found(f
     assert 0.99 * best <= took <= 1.02 * best
 
 
+X, Y, Z = map(Value, "xyz")
+
+
 def test_what_tasks_of_two_queues_read_is_given_to_neither():
+    first, second = (Value("shards", path=str(k)) for k in range(2))
+    step = Value("state", path="step")
     tasks = (
-        Compute("stage", ("state/step", "shards/0"), ("x",)),
-        Compute("update", ("state/step", "shards/1", "x"), (), kind="update"),
+        Compute("stage", (step, first), (X,)),
+        Compute("update", (step, second, X), (), kind="update"),
     )
-    in_one_queue = {"stage": ("shards/0",), "update": ("state/step", "shards/1", "x")}
+    in_one_queue = {"stage": (first,), "update": (step, second, X)}
     assert freed([tasks], lambda task: HERE) == in_one_queue
-    assert freed([tasks], queue_of_gathers) == {"stage": ("shards/0",), "update": ("shards/1", "x")}
-    both = [Compute("early", ("y",), ()), Compute("late", ("y",), ())]
+    assert freed([tasks], queue_of_gathers) == {"stage": (first,), "update": (second, X)}
+    both = [Compute("early", (Y,), ()), Compute("late", (Y,), ())]
     assert freed([both, both[::-1]], lambda task: HERE) == {"early": (), "late": ()}, "in either order"
 
 
@@ -108,8 +112,8 @@ def test_what_tasks_of_two_queues_read_is_given_to_neither():
 
 
 def test_an_error_in_one_queue_ends_all_that_wait_for_it():
-    tasks = [Compute("a", (), ("x",)), Compute("b", ("x",), ("y",)), Compute("c", ("y",), ("z",))]
-    queues = Queues(routed(tasks, lambda task: "c" if task.name == "c" else "a and b", ["z"]), {}, {})
+    tasks = [Compute("a", (), (X,)), Compute("b", (X,), (Y,)), Compute("c", (Y,), (Z,))]
+    queues = Queues(routed(tasks, lambda task: "c" if task.name == "c" else "a and b", [Z]), {}, {})
 
     def fails(task: Task, read: Any) -> Any:
         raise ArithmeticError(task.name)
@@ -119,15 +123,15 @@ def test_an_error_in_one_queue_ends_all_that_wait_for_it():
     with pytest.raises(ArithmeticError, match="a"):
         queues.work("c", lambda task, read: read)
     with pytest.raises(ArithmeticError, match="a"):
-        queues.kept()["z"].result()
+        queues.kept()[Z].result()
 
 
 def test_a_value_is_let_go_of_by_its_last_reader():
     class Big:
         pass
 
-    tasks = [Compute("a", (), ("x",)), Compute("b", ("x",), ("y",)), Compute("c", ("x", "y"), ("z",))]
-    queues, alive = Queues(routed(tasks, lambda task: HERE, ["z"]), {}, {}), list[Any]()
+    tasks = [Compute("a", (), (X,)), Compute("b", (X,), (Y,)), Compute("c", (X, Y), (Z,))]
+    queues, alive = Queues(routed(tasks, lambda task: HERE, [Z]), {}, {}), list[Any]()
 
     def do(task: Task, read: Any) -> Any:
         if task.name == "a":
@@ -139,7 +143,7 @@ def test_a_value_is_let_go_of_by_its_last_reader():
         return (0,)
 
     queues.work(HERE, do)
-    assert alive[1:] == [True, False] and queues.kept()["z"] == 0
+    assert alive[1:] == [True, False] and queues.kept()[Z] == 0
 
 
 ### In training

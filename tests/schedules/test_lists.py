@@ -18,7 +18,7 @@ from fddp.schedules.lists import stages_of
 from fddp.schedules.pieces import Pieces
 from fddp.schedules.programs import compiled
 from fddp.schedules.queues import HERE, freed
-from fddp.schedules.tasks import TaskList
+from fddp.schedules.tasks import TaskList, Value
 from fddp.schedules.timeline import outline
 
 
@@ -157,7 +157,8 @@ def made(
     placement = group(1).placement
     leaves = [placement.place(np.asarray(x, np.float32), REPLICATED) for x in args]
     closed = jax.make_jaxpr(f)(*leaves)
-    names, results = [f"state/{k}" for k in range(len(leaves))], [f"result/{k}" for k in range(len(closed.out_avals))]
+    names = [Value("state", path=str(k)) for k in range(len(leaves))]
+    results = [Value("result", path=str(k)) for k in range(len(closed.out_avals))]
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
     whole = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.schedules.tasks import Communicate, Compute
+from fddp.schedules.tasks import Communicate, Compute, Value
 from fddp.schedules.timeline import Pace, Span, Timeline, observed_pace, outline, simulate
 
 
@@ -134,12 +134,12 @@ def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
 def test_a_list_on_paper_waits_for_what_it_reads_and_for_nothing_else():
     """A gather of this step's shards under the next forward pass: what one step cannot hide."""
     tasks = [
-        Compute("forward 0", ("whole 0",), ("x",)),
-        Compute("forward 1", ("whole 1", "x"), ("y",)),
-        Communicate("gather 0", (), ("whole 0",)),
-        Communicate("gather 1", (), ("whole 1",)),
-        Compute("backward", ("y",), ("message 0",)),
-        Communicate("scatter 0", ("message 0",), ("shard 0",)),
+        Compute("forward 0", (Value("whole", 0),), (Value("x"),)),
+        Compute("forward 1", (Value("whole", 1), Value("x")), (Value("y"),)),
+        Communicate("gather 0", (), (Value("whole", 0),)),
+        Communicate("gather 1", (), (Value("whole", 1),)),
+        Compute("backward", (Value("y"),), (Value("message", 0),)),
+        Communicate("scatter 0", (Value("message", 0),), (Value("shard", 0),)),
     ]
     seconds = {"forward 0": 2, "forward 1": 2, "backward": 3, "gather 0": 1, "gather 1": 4, "scatter 0": 1}
     line = simulate(tasks, seconds)
@@ -148,6 +148,9 @@ def test_a_list_on_paper_waits_for_what_it_reads_and_for_nothing_else():
 
 
 def test_a_list_in_which_a_task_waits_for_ever_is_refused():
-    tasks = [Compute("a", ("sum 0",), ("message 0",)), Communicate("b", ("message 0",), ("sum 0",))]
+    tasks = [
+        Compute("a", (Value("sum", 0),), (Value("message", 0),)),
+        Communicate("b", (Value("message", 0),), (Value("sum", 0),)),
+    ]
     with pytest.raises(ValueError, match="a and b would wait for ever"):
         simulate(tasks, {})
