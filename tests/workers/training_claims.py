@@ -528,7 +528,7 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
 
 
 @claim(quick=("mpi",))
-def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
+def a_matrix_that_an_update_needs_whole_is_gathered(group: fddp.Group):
     def loss(p: Any, x: Any) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ p["v"]) @ p["w"] - p["b"]) ** 2)
 
