@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, Literal, Var, branches, of_a_vector, run_again
-from fddp.jaxpr.elements import ELEMENTWISE, Follows, Kind, Total, Whole, kind_of
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.passes import Step, by_op, passes
+from fddp.jaxpr.part_kinds import ELEMENTWISE, Follows, Kind, Total, Whole, kind_of
+from fddp.jaxpr.part_passes import Step, by_op, passes
 
 # The neutral element of each reduction, which takes the place of padding.
 NEUTRAL: dict[str, Callable[[Any], Any]] = {

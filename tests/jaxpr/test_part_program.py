@@ -1,4 +1,4 @@
-"""Claims about programs on parts of arrays: `fddp.jaxpr.elements`, `fddp.jaxpr.passes` and `fddp.jaxpr.on_parts`."""
+"""Claims about programs on parts of arrays: `part_kinds`, `part_passes` and `part_program` of `fddp.jaxpr`."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fddp.jax_internals import CALLS
-from fddp.jaxpr.elements import Follows, Same, Total, Whole
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.on_parts import Ranks, on_parts
-from fddp.jaxpr.passes import kinds, needed_whole, passes
+from fddp.jaxpr.part_kinds import Follows, Same, Total, Whole
+from fddp.jaxpr.part_passes import kinds, needed_whole, passes
+from fddp.jaxpr.part_program import Ranks, on_parts
 
 A, B = Follows(0), Follows(1)
 X, Y = np.linspace(-1, 2, 21).reshape(7, 3), np.linspace(2, 3, 10).reshape(2, 5)

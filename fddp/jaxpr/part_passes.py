@@ -13,7 +13,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, branches
-from fddp.jaxpr.elements import (
+from fddp.jaxpr.equations import straighten
+from fddp.jaxpr.part_kinds import (
     Follows,
     Kind,
     Same,
@@ -27,7 +28,6 @@ from fddp.jaxpr.elements import (
     made,
     needs_whole,
 )
-from fddp.jaxpr.equations import straighten
 
 
 class Step(NamedTuple):
