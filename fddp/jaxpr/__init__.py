@@ -4,31 +4,29 @@ This room reads three things off the equations: the order in which gradients bec
 program is cut, and the parameters that it uses. This room imports no other.
 """
 
-from fddp.jaxpr.elements import Follows as Follows
-from fddp.jaxpr.elements import Kind as Kind
-from fddp.jaxpr.elements import Same as Same
-from fddp.jaxpr.elements import Whole as Whole
 from fddp.jaxpr.equations import collectives as collectives
+from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import is_used_up as is_used_up
 from fddp.jaxpr.leaves import merge as merge
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split as split
 from fddp.jaxpr.leaves import used_up as used_up
-from fddp.jaxpr.masks import tracked as tracked
-from fddp.jaxpr.on_parts import AtHome as AtHome
-from fddp.jaxpr.on_parts import Ranks as Ranks
-from fddp.jaxpr.on_parts import on_parts as on_parts
-from fddp.jaxpr.on_parts import spread as spread
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
-from fddp.jaxpr.passes import Stay as Stay
-from fddp.jaxpr.passes import kinds as kinds
-from fddp.jaxpr.passes import stays as stays
-from fddp.jaxpr.rows import touched_rows as touched_rows
+from fddp.jaxpr.part_kinds import Follows as Follows
+from fddp.jaxpr.part_kinds import Kind as Kind
+from fddp.jaxpr.part_kinds import Same as Same
+from fddp.jaxpr.part_kinds import Whole as Whole
+from fddp.jaxpr.part_kinds import leaves_of as leaves_of
+from fddp.jaxpr.part_passes import kinds as kinds
+from fddp.jaxpr.part_passes import needed_whole as needed_whole
+from fddp.jaxpr.part_program import Ranks as Ranks
+from fddp.jaxpr.part_program import on_parts as on_parts
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut
 from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
+from fddp.jaxpr.used_at_run_time import tracked as tracked

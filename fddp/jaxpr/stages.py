@@ -25,8 +25,6 @@ class Stage:
     """Numbers of the values it reads: the program's inputs come first, then what stages write."""
     writes: tuple[int, ...]
     """Numbers of the values that it writes for later stages."""
-    frees: tuple[int, ...]
-    """Numbers of the values that no later stage reads."""
     results: int
     """Number of the program's outputs that it makes."""
 
@@ -67,16 +65,15 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
     results = [jaxpr.outvars[a:b] for a, b in pairwise(accumulate(groups, initial=0))]
     maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     when = _when(jaxpr, comes or {})
-    homes, results = _by_arrival(jaxpr, _homes(jaxpr, results, maker), results, when)
-    pairs = [_remade(jaxpr, home, result, maker) for home, result in zip(homes, results)]
+    members, results = _by_arrival(jaxpr, _members(jaxpr, results, maker), results, when)
+    pairs = [_remade(jaxpr, own, result, maker) for own, result in zip(members, results)]
     consts = dict(zip(jaxpr.constvars, program.consts))
     needs = [[v for v in need if v not in consts] for _, need in pairs]
     # A stage hands on the values of its own that a later stage reads.
     gives = [
-        _ordered(v for need in needs[k + 1 :] for v in need if maker.get(v) in home) for k, home in enumerate(homes)
+        _ordered(v for need in needs[k + 1 :] for v in need if maker.get(v) in own) for k, own in enumerate(members)
     ]
     number = {var: n for n, var in enumerate([*jaxpr.invars, *(v for given in gives for v in given)])}
-    last = {var: k for k, need in enumerate(needs) for var in need}
 
     def stage(k: int) -> Stage:
         part, need = pairs[k]
@@ -87,11 +84,10 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
             run=jaxpr_as_fun(body),
             reads=tuple(number[v] for v in needs[k]),
             writes=tuple(number[v] for v in gives[k]),
-            frees=tuple(number[v] for v in needs[k] if last[v] == k),
             results=len(results[k]),
         )
 
-    return tuple(stage(k) for k in range(len(homes)))
+    return tuple(stage(k) for k in range(len(members)))
 
 
 def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
@@ -135,8 +131,8 @@ def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
         [var for k, var in enumerate(jaxpr.outvars) if (k in outputs) == inside] for inside in (False, True)
     )
     maker = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    # `_homes` gives equations that only act (a print) to the last group, which is empty here.
-    _, alone, _ = _homes(jaxpr, [others, these, []], maker)
+    # `_members` gives equations that only act (a print) to the last group, which is empty here.
+    _, alone, _ = _members(jaxpr, [others, these, []], maker)
     return any(jaxpr.eqns[at].primitive.name in PRODUCTS or inner_programs(jaxpr.eqns[at]) for at in alone)
 
 
@@ -154,47 +150,47 @@ def _latest(atoms: Iterable[Any], when: Mapping[Var, int]) -> int:
 
 
 def _by_arrival(
-    jaxpr: Jaxpr, homes: Sequence[set[int]], results: Sequence[Sequence[Any]], when: Mapping[Var, int]
+    jaxpr: Jaxpr, members: Sequence[set[int]], results: Sequence[Sequence[Any]], when: Mapping[Var, int]
 ) -> tuple[list[set[int]], list[Sequence[Any]]]:
     """Splits each group's equations by the inputs that they wait for; the last of these stages has all its results."""
     parts = list[set[int]]()
     made = list[Sequence[Any]]()
     latest = 0
-    for home, result in zip(homes, results):
-        waits = {at: max(latest, _latest(jaxpr.eqns[at].invars, when)) for at in home}
+    for own, result in zip(members, results):
+        waits = {at: max(latest, _latest(jaxpr.eqns[at].invars, when)) for at in own}
         latest = max([latest, _latest(result, when), *waits.values()])
         for stop in sorted({*waits.values(), latest}):
-            parts.append({at for at in home if waits[at] == stop})
+            parts.append({at for at in own if waits[at] == stop})
             made.append(result if stop == latest else ())
     return parts, made
 
 
-def _homes(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:
+def _members(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:
     """Gives each equation to the first group that needs it; those that only act (a print) to the last."""
     acting = [at for at, eqn in enumerate(jaxpr.eqns) if acts(eqn)]
     taken: set[int] = set()
-    homes: list[set[int]] = []
+    members: list[set[int]] = []
     for k, result in enumerate(results):
         pending = [maker[v] for v in _variables(result) if v in maker]
         pending += acting if k == len(results) - 1 else []
-        home: set[int] = set()
+        own: set[int] = set()
         while pending:
             at = pending.pop()
-            if at not in taken and at not in home:
-                home.add(at)
+            if at not in taken and at not in own:
+                own.add(at)
                 pending += [maker[v] for v in _variables(jaxpr.eqns[at].invars) if v in maker]
-        taken |= home
-        homes.append(home)
-    return homes
+        taken |= own
+        members.append(own)
+    return members
 
 
 def _remade(
-    jaxpr: Jaxpr, home: set[int], result: Sequence[Any], maker: Mapping[Var, int]
+    jaxpr: Jaxpr, own: set[int], result: Sequence[Any], maker: Mapping[Var, int]
 ) -> tuple[list[int], list[Var]]:
     """Adds to a stage the equations of cheap values that it makes anew; gives all, and the values that it must read."""
-    part = set(home)
-    atoms = [*(atom for at in sorted(home) for atom in jaxpr.eqns[at].invars), *result]
-    wanted = {v: None for v in _variables(atoms) if maker.get(v) not in home}
+    part = set(own)
+    atoms = [*(atom for at in sorted(own) for atom in jaxpr.eqns[at].invars), *result]
+    wanted = {v: None for v in _variables(atoms) if maker.get(v) not in own}
     at_hand = {*jaxpr.constvars, *jaxpr.invars}
     need: list[Var] = []
     while wanted:

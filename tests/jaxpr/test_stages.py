@@ -1,4 +1,4 @@
-"""Claims about cutting a program: `fddp.stages`."""
+"""Claims about cutting a program: `fddp.jaxpr.stages`."""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ def run_stages(stages, closed, args):
     values, results = dict(enumerate(args)), []
     for stage in stages:
         made = stage.run(*(values[number] for number in stage.reads))
-        for number in stage.frees:
-            del values[number]
         values.update(zip(stage.writes, made))
         results += made[len(stage.writes) :]
     assert len(results) == len(closed.jaxpr.outvars)
@@ -88,13 +86,6 @@ def test_a_mask_is_made_anew_and_not_handed_on():
     first, *_ = cut(closed, [1] * 5)
     # Of each layer that is still to come only the product is kept, not relu's output or mask; and the cotangent.
     assert len(first.writes) <= 6
-
-
-def test_a_value_that_only_one_stage_reads_is_free_after_it():
-    stages = cut(gradient_program()[0], [1] * 5)
-    freed = [number for stage in stages for number in stage.frees]
-    assert len(freed) == len(set(freed))
-    assert {number for stage in stages for number in stage.reads} == set(freed)
 
 
 def test_outputs_that_are_inputs_constants_or_shared_are_results_too():

@@ -1,7 +1,7 @@
 """Parameters that a step does not use are found by the program and left alone; `find_unused_parameters` of DDP.
 
 Four replicas in this process, each with its own rows, which choose what it uses; ranks with branches of their own are
-in `on_ranks/unused.py`, the dataflow alone in test_unused.py.
+in `on_ranks/unused.py`, the dataflow alone in test_used.py.
 """
 
 from collections.abc import Callable

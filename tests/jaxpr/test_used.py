@@ -11,8 +11,8 @@ import pytest
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
-from fddp.jaxpr.masks import tracked
 from fddp.jaxpr.used import statically_used
+from fddp.jaxpr.used_at_run_time import tracked
 
 N = 4
 LEAVES: list[Any] = [np.linspace(-1 + i, 1 + i, 9, dtype=np.float32).reshape(3, 3) for i in range(N)]
