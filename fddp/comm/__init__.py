@@ -19,10 +19,9 @@ from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
 from fddp.comm.communicator import mpi_word as mpi_word
 from fddp.comm.group import Group as Group
-from fddp.comm.journal import BETWEEN as BETWEEN
-from fddp.comm.journal import FAILED as FAILED
-from fddp.comm.journal import LEFT as LEFT
+from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
+from fddp.comm.journal import alone as alone
 from fddp.comm.lane import Lane as Lane
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import AXIS as AXIS
@@ -43,6 +42,7 @@ from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.ragged import gather_bytes as gather_bytes
 from fddp.comm.recovery import Recovery as Recovery
+from fddp.comm.recovery import leave as leave
 from fddp.comm.recovery import poll as poll
 from fddp.comm.rotation import round_robin as round_robin
 from fddp.comm.transport import Hosts as Hosts

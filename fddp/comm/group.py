@@ -68,7 +68,7 @@ class Group:
     local: int | None = None
     """Replicas of a node, where sums go over nodes first; None: a sum goes over all replicas at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
-    """The record of what this process does, step by step."""
+    """Notes what this process does, step by step."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
     """The messages that its steps leave under way; groups of one world share it."""
 

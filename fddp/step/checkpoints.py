@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fddp.comm import BETWEEN, Group, verify
+from fddp.comm import Group, verify
 from fddp.step.checkpoint_arrays import check_names, handed_round, laid, whole
 from fddp.step.checkpoint_files import Saved, newest, opened, unfinished, write
 from fddp.step.state import TrainState
@@ -127,7 +127,7 @@ class Checkpoints:
         if self._group.rank == 0:
             self._writing.result()
             self._writing = self._writer.submit(self._write, Saved(number, leaves, told))
-        journal.say(BETWEEN)
+        journal.between()
         return True
 
     def restore(self, state: TrainState) -> tuple[TrainState, Any]:
