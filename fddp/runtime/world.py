@@ -187,7 +187,7 @@ def _pick(launch: Launch) -> str:
         return "nccl"
     if importlib.util.find_spec("mpi4jax") is None:
         return "gloo"
-    if launch.may_be_mpi:
+    if launch.may_be_mpi and launch.coordinator:  # without one an error says it
         # MPI_Init cannot be tried: an MPI that does not speak this PMI ends the process there (Open MPI without PMIx,
         # MPICH under PMIx), and MPICH's UCX sends Slurm's pmi2 longer lines than it reads.
         launcher = f"srun --mpi={launch.pmi}" if launch.pmi else launch.launcher
