@@ -21,6 +21,7 @@ from fddp.jax_internals import ClosedJaxpr, Literal, make_program
 from fddp.jaxpr import Stage, arrivals, collectives, cut, take_more
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.tasks import BYTES, NEW, SHARDS, Communicate, Compute, Task, TaskList, communications
+from fddp.wording import leaf_name
 
 ARGUMENTS = ("state", "pending", SHARDS, "rows")
 
@@ -284,6 +285,6 @@ def forms_of(tree: Any) -> Any:
 def names_of(title: str, tree: Any) -> list[str]:
     """A name for each leaf of a tree, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    names = ["/".join(filter(None, (title, jax.tree_util.keystr(path, simple=True, separator="/")))) for path in paths]
+    names = ["/".join(filter(None, (title, leaf_name(path)))) for path in paths]
     # Two paths may read alike: {"a/b": …} and {"a": {"b": …}}.
     return [name if names.count(name) == 1 else f"{name} {at}" for at, name in enumerate(names)]

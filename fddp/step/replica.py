@@ -24,6 +24,7 @@ from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, LOCAL, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
+from fddp.wording import leaf_name
 
 # (gradients, tail) -> messages; what came back -> (gradients, None for leaves that did not travel; tail)
 Pack: TypeAlias = Callable[[Any, Any], Messages]
@@ -253,9 +254,7 @@ def _broken(grads: Sequence[Array]) -> Array:
 
 def _names(tree: Any) -> list[str]:
     """The path of each leaf."""
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _start(state: TrainState) -> Pending:

@@ -19,6 +19,7 @@ from fddp.optim import LocalState, LocalSteps, Optimizer, divided, kinds_of_stat
 from fddp.step.combinations import LOOKAHEAD, MEMORY, refuse
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
+from fddp.wording import leaf_name
 
 
 def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> tuple[Any, Any, Any]:
@@ -120,7 +121,7 @@ def check_shards(replica: Replica, optimizer: Optimizer, params: Any) -> None:
     refused = divided(optimizer, trained).refused
     if refused and replica.group.size > 1:  # one replica has all of each leaf
         named = jax.tree_util.tree_leaves_with_path(trained)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+        names = [leaf_name(path) for path, _ in named]
         told = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
         more = f" and {len(told) - 3} more" if len(told) > 3 else ""
         raise ValueError(
