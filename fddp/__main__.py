@@ -18,8 +18,8 @@ from fddp.analysis.doctor import examine
 from fddp.analysis.reproduction import reproduce
 from fddp.analysis.tuning.search import tune_model
 from fddp.analysis.workload import read_model, read_workload
+from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.supervisor import Job, launcher, supervise
-from fddp.runtime.vendors import loaded
 from fddp.watching import read_flights, told
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")

@@ -9,6 +9,7 @@ from fddp.comm.agreement import BESIDE as BESIDE
 from fddp.comm.agreement import described as described
 from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
+from fddp.comm.allgatherv import gather_bytes as gather_bytes
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
 from fddp.comm.communicator import add_bytes as add_bytes
@@ -40,12 +41,11 @@ from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import parts as parts
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
-from fddp.comm.ragged import gather_bytes as gather_bytes
 from fddp.comm.recovery import Recovery as Recovery
 from fddp.comm.recovery import leave as leave
 from fddp.comm.recovery import poll as poll
 from fddp.comm.rotation import round_robin as round_robin
+from fddp.comm.summation_tree import block_of as block_of
+from fddp.comm.summation_tree import merges as merges
 from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
-from fddp.comm.tree import block_of as block_of
-from fddp.comm.tree import merges as merges

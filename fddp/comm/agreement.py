@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fddp.comm.ragged import gather_bytes
+from fddp.comm.allgatherv import gather_bytes
 from fddp.wording import leaf_name
 
 if TYPE_CHECKING:  # a group compares, too

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.comm.agreement import verify
+from fddp.comm.allgatherv import CHUNK_BYTES
 from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, blocks, by_node
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
-from fddp.comm.ragged import CHUNK_BYTES
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from fddp.comm import Group, mpi_group, poll
 from fddp.runtime.launchers import pmi_socket
+from fddp.runtime.mpi_vendors import import_mpi4jax
 from fddp.runtime.place import Launch
-from fddp.runtime.vendors import import_mpi4jax
 from fddp.watching import Ending, end_together, shared_recorder, watched
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.comm import Journal, leave, poll
-from fddp.watching.watcher.layout import FAILED
+from fddp.watching.watcher.shared_memory import FAILED
 
 GRACE_S = 5.0
 # Seconds for which a rank with an error of the transport waits for the watchers' verdict.

@@ -17,7 +17,7 @@ import jax
 
 from fddp.comm import Finding, Journal
 from fddp.watching.pace import Pace
-from fddp.watching.watcher.layout import (
+from fddp.watching.watcher.shared_memory import (
     ANSWER,
     BETWEEN,
     DOING,
@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(self, memory: Any, processes: int = 1) -> None:
         """Args:
-        memory: `SIZE` bytes that can be written, as `watcher/layout.py` divides them.
+        memory: `SIZE` bytes that can be written, as `watcher/shared_memory.py` divides them.
         processes: number of processes of the job.
         """
         self.memory = memory

@@ -27,7 +27,7 @@ import numpy as np
 
 from fddp.comm import Group, leave
 from fddp.watching.recorder import Recorder
-from fddp.watching.watcher.layout import FINISHED, PORT, SIZE
+from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0

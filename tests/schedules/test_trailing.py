@@ -20,7 +20,7 @@ from tied_net import TOKENS, plain, tied_net, tied_params
 import fddp
 from fddp.comm import Journal, Lane, poll
 from fddp.hooks import Reduction
-from fddp.hooks.sums import Asks
+from fddp.hooks.reductions import Asks
 from fddp.jax_internals import with_configuration
 from fddp.schedules import steady_seconds
 from fddp.schedules.behind import trailed

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import fddp
 from fddp.watching.recorder import Recorder
-from fddp.watching.watcher.layout import HEAD, SIZE
+from fddp.watching.watcher.shared_memory import HEAD, SIZE
 
 RNG = np.random.default_rng(3)
 X, W = RNG.normal(size=(29, 3)), RNG.normal(size=3)

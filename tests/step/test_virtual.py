@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 import fddp
 from fddp.comm import block_of, merges
-from fddp.comm.tree import tree_sum
+from fddp.comm.summation_tree import tree_sum
 
 pytestmark = pytest.mark.steps
 

@@ -18,8 +18,8 @@ import pytest
 import fddp
 from fddp.watching.pace import STEPS, Pace, Usual
 from fddp.watching.recorder import Recorder
-from fddp.watching.watcher import layout
-from fddp.watching.watcher.layout import (
+from fddp.watching.watcher import shared_memory
+from fddp.watching.watcher.shared_memory import (
     ANSWER,
     DOING,
     HEAD,
@@ -44,7 +44,7 @@ def text(recorder: Recorder, record: Record) -> str:
 
 
 def test_no_two_records_share_a_byte():
-    records = [value for value in vars(layout).values() if isinstance(value, Record)]
+    records = [value for value in vars(shared_memory).values() if isinstance(value, Record)]
     records += [message(number) for number in range(1, MESSAGES)]
     records.sort(key=lambda record: record.place)
     assert all(one.end <= other.place for one, other in pairwise(records)) and records[-1].end == SIZE
@@ -54,7 +54,7 @@ def test_no_two_records_share_a_byte():
 
 def test_a_watcher_loads_nothing_but_the_standard_library():
     loads = "import sys; sys.path.insert(0, sys.argv[1]); import watcher.main; print(*sys.modules)"
-    command = [sys.executable, "-I", "-S", "-c", loads, str(Path(layout.__file__).parents[1])]
+    command = [sys.executable, "-I", "-S", "-c", loads, str(Path(shared_memory.__file__).parents[1])]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     tops = {name.partition(".")[0] for name in loaded}
     assert tops - {"watcher", "__main__"} <= sys.stdlib_module_names and "fddp" not in tops

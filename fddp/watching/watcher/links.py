@@ -11,7 +11,7 @@ from contextlib import suppress
 from mmap import mmap
 from typing import Any
 
-from .layout import PORT
+from .shared_memory import PORT
 
 EVERY_S = 0.25  # between two looks at the rank, and two reports of it
 MOST = 1 << 16  # bytes of a line

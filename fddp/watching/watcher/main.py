@@ -1,9 +1,9 @@
 """The process beside each rank that watches it: started by `watchdog.py`.
 
-It reads what its rank writes down (`layout.py`) and tells that to the watcher of rank 0, which judges (`verdicts.py`,
-`remarks.py`). It ends its rank when the job is to end. It shares no interpreter with its rank, so that a rank that is
-stopped, held in a debugger or killed cannot silence it. Watchers exchange lines of JSON, and listen only to those that
-know the job's token.
+It reads what its rank writes down (`shared_memory.py`) and tells that to the watcher of rank 0, which judges
+(`verdicts.py`, `remarks.py`). It ends its rank when the job is to end. It shares no interpreter with its rank, so that
+a rank that is stopped, held in a debugger or killed cannot silence it. Watchers exchange lines of JSON, and listen only
+to those that know the job's token.
 
 Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency extension.
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, NamedTuple
 
-from .layout import PROPOSAL, SIZE, VERDICT
 from .links import EVERY_S, Links, lines, meet, say, send, wait_for_others, welcome
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, reader
 from .remarks import remarks
+from .shared_memory import PROPOSAL, SIZE, VERDICT
 from .verdicts import Verdict, judge, judge_alone, unheard
 
 STOP_S = 1.5  # so long until all ranks have heard where they are to stop

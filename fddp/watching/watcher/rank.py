@@ -13,7 +13,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from .layout import (
+from .links import EVERY_S
+from .shared_memory import (
     ANSWER,
     DOING,
     FAILED,
@@ -28,7 +29,6 @@ from .layout import (
     VERDICT,
     message,
 )
-from .links import EVERY_S
 
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:

@@ -8,7 +8,7 @@ Source: the stall check of Horovod; PyTorch's monitored barrier.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .layout import BETWEEN, FAILED, FINISHED, STEP
+from .shared_memory import BETWEEN, FAILED, FINISHED, STEP
 
 AFTER_S = 0.5  # so long after the first death all ranks that died with it are known
 AT_ONCE_S = 0.05  # mpiexec kills the others sooner, and their watchers wake in any order

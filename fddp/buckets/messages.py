@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Shaped
 
 from fddp.buckets.packing import joined
 from fddp.buckets.plan import BucketPlan
-from fddp.buckets.rows import add_rows, take_rows
+from fddp.buckets.table_rows import add_rows, take_rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fddp.buckets import add_rows, flags, plan_in_rows, take_rows
-from fddp.buckets.rows import WORTH_BYTES
+from fddp.buckets.table_rows import WORTH_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count

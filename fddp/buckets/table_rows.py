@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped, UInt
 
 from fddp.buckets.assignment import make_plan
+from fddp.buckets.bits import from_words, to_words
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
-from fddp.buckets.words import from_words, to_words
 
 WORTH_BYTES = 64 * 1024  # as many take about as long as the messages that rows add
 

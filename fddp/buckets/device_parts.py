@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
+from fddp.buckets.messages import Messages, add_tail, take_tail
 from fddp.buckets.packing import pack, unpack
 from fddp.buckets.plan import BucketPlan
-from fddp.buckets.tail import Messages, add_tail, take_tail
 from fddp.jax_internals import over_axes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
