@@ -80,21 +80,12 @@ class Recorder:
         )
 
     def step(self, processes: int) -> AbstractContextManager[None]:
-        """Notes a step, from its first task to its last.
-
-        Args:
-          processes: number of processes that take part in it.
-        """
+        """Notes a step of so many processes, from its first task to its last."""
         self._steps += 1
         return self._noted(STEP, processes, self._pace if processes == self.processes else self._other)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
-        """Notes a collective of hosts.
-
-        Args:
-          name: name of the collective.
-          processes: number of processes that take part in it.
-        """
+        """Notes a collective of the hosts of so many processes."""
         return self._noted(name, processes, self._other)
 
     @contextmanager
@@ -116,11 +107,7 @@ class Recorder:
         self._computing = seconds
 
     def adds(self, processes: int) -> None:
-        """Notes a batch that was added without a message.
-
-        Args:
-          processes: number of processes that will take part in the step that sends it.
-        """
+        """Notes a batch that was added without a message, for a step of so many processes."""
         self._adds += processes == self.processes
 
     def at(self, place: str) -> None:
@@ -129,20 +116,12 @@ class Recorder:
             PLACE.write(self.memory, place)
 
     def goes_on(self, after: int) -> None:
-        """Notes that this process continues a training that was saved.
-
-        Args:
-          after: the step after which it was saved.
-        """
+        """Notes that this process continues a training that was saved after a step."""
         self._before = after - self._steps
         self.between()
 
     def launched(self, result: Any) -> None:
-        """Notes the results of a step for which Python does not wait; the step is over when they are ready.
-
-        Args:
-          result: a tree of arrays, the last of which is watched.
-        """
+        """Notes the results of a step for which Python does not wait: the step is over when the last one is ready."""
         self._launched.append(jax.tree.leaves(result)[-1])
         self.say(LAUNCHED)
 
@@ -160,11 +139,7 @@ class Recorder:
         self.say(BETWEEN)
 
     def live(self) -> Finding:
-        """Notes that this process lives, and which of its steps are over.
-
-        Returns:
-          The watchers' finding: whether it is to end.
-        """
+        """Notes that this process lives, and which of its steps are over; returns what the watchers have found."""
         with self._lock:
             self._life += 1
             LIFE.write(self.memory, self._life)

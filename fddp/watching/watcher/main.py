@@ -42,17 +42,19 @@ def main(job: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):  # a higher priority, so that the first death is seen first; not every user may ask for it
         os.nice(-10)
-    watch = _begin(job)
+    memory = mmap(job["memory"], SIZE)
+    process = job["parent"]
+    watch = Watch(job, job["rank"], memory, reader(memory, job), death(process), pidfd(process), *meet(memory, job))
     while not _has_ended(watch):
         heard = _hear(watch)
-        if watch.own["left"]:  # rank 0's watcher stays until the others have gone
+        if watch.own["left"]:  # then rank 0's watcher only stays until the others have gone
             continue
-        found = _judge(watch)
+        own = _judge(watch)
         _report(watch)
-        for verdict in [*heard, *_remarks(watch), *found]:
+        for verdict in [*heard, *own]:
             _tell(watch, verdict)
             if verdict.end:
-                return _end(watch, abort=watch.rank == 0 or bool(found))
+                return _end(watch, abort=watch.rank == 0 or bool(own))
     return None
 
 
@@ -74,16 +76,16 @@ class Watch:
     """Reads what the rank wrote down."""
     died: Callable[[], float | None]
     """Tells when the rank ended."""
+    ends: list[int]
+    """A file that becomes ready when the rank ends."""
     door: socket.socket | None
     """Where the other watchers come in, on rank 0."""
     links: Links
     """To the other watchers."""
-    ends: list[int]
-    """A file that becomes ready when the rank ends."""
-    born: float
-    now: float
+    born: float = field(default_factory=time.monotonic)
+    now: float = 0.0
     """The time of the last look."""
-    own: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
     """The rank's last report."""
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The last report of each rank that was heard."""
@@ -100,20 +102,9 @@ class Watch:
     """Whether they know that the rank has ended."""
 
 
-def _begin(job: Mapping[str, Any]) -> Watch:
-    memory = mmap(job["memory"], SIZE)
-    read = reader(memory, job)
-    died = death(job["parent"])
-    door, links = meet(memory, job)
-    now = time.monotonic()
-    own = read() | {"gone": None, "heard": now}
-    return Watch(job, job["rank"], memory, read, died, door, links, pidfd(job["parent"]), now, now, own)
-
-
 def _hear(watch: Watch) -> list[Verdict]:
     """Waits until a watcher speaks or the rank ends, not for long; returns the verdicts that were heard."""
-    ears = [*([watch.door] if watch.door else []), *([] if watch.own["gone"] else watch.ends)]
-    ready, _, _ = select.select([*ears, *watch.links], [], [], EVERY_S)
+    ready, _, _ = select.select([*filter(None, [watch.door]), *watch.ends, *watch.links], [], [], EVERY_S)
     if watch.door and watch.door in ready:
         welcome(watch.door, watch.links, watch.job["token"])
     now = watch.now = time.monotonic()
@@ -128,31 +119,28 @@ def _hear(watch: Watch) -> list[Verdict]:
             gone = None if line["gone"] is None else now - line["gone"]
             watch.reports[line["rank"]] = line | {"heard": now, "gone": gone}
     watch.own = watch.reports[watch.rank] = watch.read() | {"gone": watch.died(), "heard": now}
+    watch.ends = [] if watch.own["gone"] else watch.ends
     return verdicts
 
 
 def _judge(watch: Watch) -> list[Verdict]:
-    """Judges the reports of all ranks, on rank 0; elsewhere that of its rank, if rank 0 is silent."""
+    """Judges its own rank, if rank 0 is silent; on rank 0 all ranks, with remarks, each of which is made once."""
     stall_s = watch.job["stall_s"]
-    size = watch.job["size"]
+    verdicts = list[Verdict]()
     if watch.rank:
         heard = max(watch.spoke.values(), default=watch.born)
         found = judge_alone(watch.own, heard, watch.now, stall_s, met=bool(watch.spoke))
     else:
-        watch.stop = stop_of(watch.reports, watch.stop)
-        silent = {other: unheard(other, watch.own, watch.born, met=False) for other in range(size)}
-        all_here = len(watch.reports) == size or watch.now > watch.born + LAST_S
+        every = range(watch.job["size"])
+        silent = {rank: unheard(rank, watch.own, watch.born, met=False) for rank in every}
+        all_here = len(watch.reports) == len(every) or watch.now > watch.born + LAST_S
         found = judge(silent | watch.reports, watch.now, stall_s) if all_here else None
+        watch.stop = stop_of(watch.reports, watch.stop)
+        new = {about: words for about, words in remarks(watch.reports).items() if about not in watch.remarked}
+        verdicts += [Verdict(words, False) for words in new.values()]
+        watch.remarked |= set(new)
     PROPOSAL.write(watch.memory, *watch.stop)
-    return [found] if found else []
-
-
-def _remarks(watch: Watch) -> list[Verdict]:
-    """Makes the remarks that were not made yet; rank 0 makes them for all."""
-    found = {} if watch.rank else remarks(watch.reports)
-    new = [Verdict(words, False) for about, words in found.items() if about not in watch.remarked]
-    watch.remarked |= set(found)
-    return new
+    return [*verdicts, *([found] if found else [])]
 
 
 def _report(watch: Watch) -> None:
@@ -199,9 +187,9 @@ def _end(watch: Watch, *, abort: bool) -> None:
 
 def _has_ended(watch: Watch) -> bool:
     """Whether its rank has ended or left, and rank 0's watcher has no other to wait for."""
-    own = watch.own
-    over = own["gone"] and (own["done"] or watch.now > own["gone"] + LAST_S)
-    return bool(own["left"] or over) and (watch.rank > 0 or not watch.links)
+    gone = watch.own.get("gone")
+    over = gone and (watch.own["done"] or watch.now > gone + LAST_S)
+    return bool(watch.own.get("left") or over) and (watch.rank > 0 or not watch.links)
 
 
 def stop_of(reports: Mapping[int, Mapping[str, Any]], stop: Stop) -> Stop:
