@@ -45,10 +45,9 @@ def main() -> None:
     if args.rank:
         backend, path = args.rank
         return send(backend, path, args.rounds)
-    words = [sys.executable, __file__, "--rounds", str(3 if args.quick else args.rounds), "--rank"]
+    rounds = 3 if args.quick else args.rounds
     results = {
-        backend: ask(backend, args.rate, lambda path, backend=backend: [*words, backend, path])
-        for backend in args.backends
+        backend: ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend) for backend in args.backends
     }
     Console(width=100).print(table(results))
     for backend, result in results.items():

@@ -60,9 +60,9 @@ def main() -> None:
     if args.rank:
         backend, name, path = args.rank
         return train(backend, name, path, args.rounds)
-    words = [sys.executable, __file__, "--rounds", str(3 if args.quick else args.rounds), "--rank"]
+    rounds = 3 if args.quick else args.rounds
     results = {
-        f"{name}, {backend}": ask(backend, args.rate, lambda path, told=(backend, name): [*words, *told, path])
+        f"{name}, {backend}": ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
         for name in args.problems
         for backend in args.backends
     }

@@ -61,8 +61,8 @@ def main() -> None:
     )
     sheet = Table(*columns)
     for backend in args.backends:
-        words = [sys.executable, __file__, "--rounds", str(rounds), "--problems", *args.problems]
-        results[backend] = ask(backend, args.rate, _command(words, backend), each=LOCAL)
+        words = ["--rounds", rounds, "--problems", *args.problems, "--rank", backend]
+        results[backend] = ask(backend, args.rate, __file__, *words, each=LOCAL)
         for what, row in results[backend].items():
             times = [f"{row[way]['median_ms']:.1f}" for way in (AT_ONCE, IN_LEVELS)]
             of = row["ratio"]
@@ -72,10 +72,6 @@ def main() -> None:
     if not args.quick:
         print(save("hierarchical", {"local": LOCAL, "bucket_cap_mb": CAP_MB, "backends": results}))
     return None
-
-
-def _command(words: list[str], backend: str) -> Callable[[str], list[str]]:
-    return lambda path: [*words, "--rank", backend, path]
 
 
 def one_rank(backend: str, path: str, problems: list[str], rounds: int) -> None:

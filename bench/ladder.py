@@ -56,13 +56,8 @@ def main() -> None:
     if args.rank:
         backend, path = args.rank
         return climb(backend, args.problem, path, args.rounds)
-    words = ["--problem", args.problem, "--rounds", str(3 if args.quick else args.rounds), "--rank"]
-    results = {
-        backend: ask(
-            backend, args.rate, lambda path, backend=backend: [sys.executable, __file__, *words, backend, path]
-        )
-        for backend in args.backends
-    }
+    words = ["--problem", args.problem, "--rounds", 3 if args.quick else args.rounds, "--rank"]
+    results = {backend: ask(backend, args.rate, __file__, *words, backend) for backend in args.backends}
     for backend, result in results.items():
         Console(width=150).print(table(f"{args.problem}, {backend}", result))
     if not args.quick:

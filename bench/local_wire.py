@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +53,14 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            words = [sys.executable, __file__, "--rounds", str(rounds), "--rank", backend, name]
-            results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
+            found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
+            results[f"{name}, {backend}"] = found
             for way, said in found.items():
                 times = f"{said['sends']['median_ms']:7.1f} ms, {said['alone']['median_ms']:7.1f} ms without"
                 print(f"{name}, {backend}, {way:20} {times}: {said['ratio']:.3f}; {said['mib']:.1f} MiB a fragment")
     if not args.quick:
         print(save("local_wire", results))
     return None
-
-
-def _with_path(words: list[str], path: str) -> list[str]:
-    return [*words, path]
 
 
 def one_host(backend: str, name: str, path: str, rounds: int) -> None:

@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ sys.path.insert(0, str(ROOT))
 import fddp
 from bench.problems import Problem, problem
 from bench.record import ratio, save, summary
+from bench.steady import steady_seconds
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
-from fddp.schedules import TRIED, steady_seconds
+from fddp.schedules import TRIED
 from fddp.schedules.tasks import replaces
 
 STEPS = 4  # of a turn
@@ -63,8 +63,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            words = [sys.executable, __file__, "--rounds", str(rounds), "--cap", str(args.cap), "--rank", backend, name]
-            results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
+            words = ["--rounds", rounds, "--cap", args.cap, "--rank", backend, name]
+            results[f"{name}, {backend}"] = found = ask(backend, args.rate, __file__, *words)
             for way, told in found.items():
                 times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
                 paper = f", on paper {told['on_paper_ms']:.1f} ms" if "on_paper_ms" in told else ""
@@ -73,10 +73,6 @@ def main() -> None:
     if not args.quick:
         print(save(args.name, results))
     return None
-
-
-def _with_path(words: list[str], path: str) -> list[str]:
-    return [*words, path]
 
 
 def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> None:

@@ -43,8 +43,7 @@ def main() -> None:
 
 def measure(name: str, backend: str, rate: str, rounds: int) -> dict[str, Any]:
     """Tunes a problem on two hosts and then runs every cap."""
-    worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds)]
-    found = ask(backend, rate, lambda path: [*worker, path])
+    found = ask(backend, rate, str(ROOT / "bench" / "tuning_worker.py"), backend, name, rounds)
     best = min(row["measured_ms"] for row in found["caps"])
     for row in found["caps"]:
         row["deviation"] = row["predicted_ms"] / row["measured_ms"] - 1

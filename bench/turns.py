@@ -53,8 +53,7 @@ def take_turns(question: str, backend: str, name: str, *, rounds: int, rate: str
     Raises:
       RuntimeError: a rank failed.
     """
-    words = [sys.executable, __file__, f"bench.{Path(question).stem}", backend, name, str(rounds)]
-    seconds = ask(backend.lower(), rate, lambda path: [*words, path])
+    seconds = ask(backend.lower(), rate, __file__, f"bench.{Path(question).stem}", backend, name, rounds)
     return {way: np.array(values) for way, values in seconds.items()}
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,28 +68,29 @@ def two_hosts(rate: str) -> Iterator[None]:
         _take_down()
 
 
-def ask(backend: str, rate: str, command: Callable[[str], Sequence[str]], *, each: int = 1) -> Any:
-    """Runs a command on both hosts and returns what rank 0 had to say.
+def ask(backend: str, rate: str, script: str, *words: object, each: int = 1) -> Any:
+    """Runs a script on both hosts and returns the results that rank 0 writes.
 
     Args:
       backend: "gloo" or "mpi".
       rate: of the wire.
-      command: from the path of a file to the command whose rank 0 writes JSON there.
+      script: its last argument is the path of a file, into which rank 0 writes JSON.
+      *words: its arguments before that.
       each: ranks of a host.
 
     Returns:
-      What was written.
+      The contents of the file.
 
     Raises:
-      RuntimeError: the command failed on a host.
+      RuntimeError: the script failed on a host.
     """
     with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "said.json"
-        words = command(str(path))
+        command = [sys.executable, script, *map(str, words), str(path)]
         start = start_mpi if backend == "mpi" else start_gloo
-        with ending(start(words, {"PYTHONPATH": str(ROOT)}, each)) as jobs:
+        with ending(start(command, {"PYTHONPATH": str(ROOT)}, each)) as jobs:
             if any(job.wait(900) for job in jobs):
-                raise RuntimeError(f"{' '.join(words)} failed over {backend}; its error is above.")
+                raise RuntimeError(f"{' '.join(command)} failed over {backend}; its error is above.")
         return json.loads(path.read_text())
 
 

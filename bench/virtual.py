@@ -9,7 +9,6 @@ ordinary staged step, and with eight on each against eight micro-batches; steps 
 import argparse
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +48,13 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            words = [sys.executable, __file__, "--rounds", str(rounds), "--rank", backend, name]
-            results[f"{name}, {backend}"] = found = ask(backend, args.rate, partial(_with_path, words))
+            found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
+            results[f"{name}, {backend}"] = found
             for way, told in found.items():
                 print(f"{name}, {backend}, {way:30} {told['step']['median_ms']:7.1f} ms, {told['ratio']['median']:.3f}")
     if not args.quick:
         print(save("virtual", results))
     return None
-
-
-def _with_path(words: list[str], path: str) -> list[str]:
-    return [*words, path]
 
 
 def one_host(backend: str, name: str, path: str, rounds: int) -> None:

@@ -13,7 +13,7 @@ from processes import UNOPTIMIZED
 
 import fddp
 
-collect_ignore = ["workers", "step/typed_calls.py"]  # scripts, which pytest would import to look for examples
+collect_ignore = ["workers", "on_ranks", "step/typed_calls.py"]  # scripts, whose examples pytest would look for
 
 # Before any test asks for a device: JAX's backends start once and then keep what they were told.
 jax.config.update("jax_platforms", "cpu")

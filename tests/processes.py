@@ -20,9 +20,12 @@ from _pytest.mark.structures import ParameterSet
 
 TESTS = Path(__file__).parent
 WORKERS = TESTS / "workers"
+HOLD = TESTS / "on_ranks" / "hold.py"  # the script whose ranks hold claims
 # Of this process's environment only what finds programs and files: neither its devices nor its launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
 END_S = 5.0
+# FDDP_GRACE_S where all ranks fail: nobody waits this long, however busy the machine is.
+PATIENT_S = "10"
 # A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves optimizations out;
 # before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the rest of a small program.
 OLD_KERNELS = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
@@ -47,6 +50,12 @@ def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSe
     """A job, and what is tested on it, as a parameter set of pytest in its tier."""
     tiers = [pytest.mark.slow] if slow or job not in QUICK_JOBS else []
     return pytest.param(*job, *more, marks=[pytest.mark.ranks, *tiers])
+
+
+def on(quick: str) -> pytest.MarkDecorator:
+    """One backend by default, the other one in the tier `slow`."""
+    marked = [pytest.param(one, marks=[] if one == quick else [pytest.mark.slow]) for one in ("mpi", "gloo")]
+    return pytest.mark.parametrize("backend", marked)
 
 
 def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
@@ -76,7 +85,7 @@ class Outcome:
 def launch(
     backend: str,
     size: int,
-    script: str,
+    script: str | Path,
     *args: object,
     folder: Path,
     timeout_s: float,
@@ -87,7 +96,7 @@ def launch(
     Args:
       backend: "mpi" or "gloo".
       size: number of processes.
-      script: file in tests/workers.
+      script: file in tests/workers, or a path of its own.
       *args: its arguments.
       folder: empty folder for the ranks' output.
       timeout_s: seconds after which all processes are killed.
@@ -106,13 +115,13 @@ def launch(
 
 
 def launch_with(
-    worlds: Sequence[Mapping[str, str]], script: str, *args: object, folder: Path, timeout_s: float
+    worlds: Sequence[Mapping[str, str]], script: str | Path, *args: object, folder: Path, timeout_s: float
 ) -> Outcome:
     """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some other launcher.
 
     Args:
       worlds: the variables of each rank.
-      script: file in tests/workers.
+      script: file in tests/workers, or a path of its own.
       *args: its arguments.
       folder: empty folder for the ranks' output.
       timeout_s: seconds after which all processes are killed.
@@ -123,6 +132,16 @@ def launch_with(
     command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
     processes = _start_gloo(worlds, command, folder, _environment())
     return _outcome("gloo", len(worlds), processes, folder, timeout_s)
+
+
+def ended(
+    folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
+) -> tuple[str, ...]:
+    """What each rank shows of a script that ends badly; no process may go on, and none may end as if all were well."""
+    outcome = launch(backend, size, script, how, folder=folder, timeout_s=30, FDDP_GRACE_S=grace_s)
+    assert outcome.ended
+    assert 0 not in outcome.codes
+    return outcome.outputs
 
 
 def _outcome(backend: str, size: int, processes: Sequence[subprocess.Popen], folder: Path, timeout_s: float) -> Outcome:

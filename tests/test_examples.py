@@ -169,7 +169,7 @@ def read_until(words: str, process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.ranks
-def test_a_job_that_sigterm_ended_goes_on_by_the_same_command_to_the_bits_of_one_that_nobody_ended(home: Path):
+def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(home: Path):
     example = str(MODELS / "resume.py")
     supervised = (*PYTHON, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--")
     calm = quick(home, "resume.py", "--folder", "calm", before=supervised)
@@ -200,7 +200,7 @@ TESTED = {
     "sharded.py": test_each_replica_holds_its_part_and_what_it_saves_is_the_whole,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
-    "resume.py": test_a_job_that_sigterm_ended_goes_on_by_the_same_command_to_the_bits_of_one_that_nobody_ended,
+    "resume.py": test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended,
 }
 
 

@@ -5,14 +5,12 @@ The mathematics is the pieces' own. Here are also the spans of a step that ran, 
 jaxpr, buckets, comm and hooks.
 """
 
-from fddp.schedules.ahead import steady_seconds as steady_seconds
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
-from fddp.schedules.in_order import after as after
-from fddp.schedules.in_order import in_order as in_order
 from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
+from fddp.schedules.message_order import TRIED as TRIED
 from fddp.schedules.one_program import fused as fused
 from fddp.schedules.one_program import in_one_program as in_one_program
 from fddp.schedules.one_program import scope as scope
@@ -24,17 +22,18 @@ from fddp.schedules.programs import compiled as compiled
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.rehearsal import rehearse as rehearse
+from fddp.schedules.staged import after as after
+from fddp.schedules.staged import in_order as in_order
+from fddp.schedules.staged import on_threads as on_threads
+from fddp.schedules.staged import staged as staged
 from fddp.schedules.tasks import Communicate as Communicate
 from fddp.schedules.tasks import Compute as Compute
 from fddp.schedules.tasks import TaskList as TaskList
-from fddp.schedules.threads import on_threads as on_threads
-from fddp.schedules.threads import staged as staged
 from fddp.schedules.timeline import Pace as Pace
 from fddp.schedules.timeline import Span as Span
 from fddp.schedules.timeline import Timeline as Timeline
 from fddp.schedules.timeline import observed_pace as observed_pace
 from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate
-from fddp.schedules.trial import TRIED as TRIED
 from fddp.schedules.virtual import VirtualStep as VirtualStep
 from fddp.schedules.virtual import in_virtual_replicas as in_virtual_replicas

@@ -1,35 +1,33 @@
-"""Gathers new parameters before the step that needs them is called, so that gathers run under its forward pass.
+"""Returns from a step before its last sums are back: they come, and are used, under the next step's forward pass.
 
-Between two calls the parameters rest in shards, and the shards are the whole truth. Gathers that are over or under way
-belong to those very shards: a step that is given other shards gathers anew. So nothing that a user can hold is ever
-stale, and an error between two steps loses nothing.
+An array of the state that is still to come is a promise. Whoever reads it waits. A step that is given promises begins
+at once, and each of its stages waits for what that stage reads. So nothing is ever stale, whatever becomes of the state
+meanwhile.
 
-Source: DeAR (Zhang et al., ICDCS 2023); `overlap_param_gather` in Megatron-LM, which trains on stale weights where its
-buckets are not in the order of first use (Megatron-LM#950).
+Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between steps in the same way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from operator import is_
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from fddp.comm import Group
-from fddp.hooks import Memory
-from fddp.jax_internals import with_configuration
-from fddp.schedules.ahead import AHEAD, NEXT, Turned, new, queue_of, turned
-from fddp.schedules.doing import compiled_apart, computing, own_lane, updating
-from fddp.schedules.lists import in_stages
-from fddp.schedules.log import Log
+from fddp.buckets import Messages
+from fddp.comm import MOST, Group
+from fddp.hooks import Memory, plain_bytes
+from fddp.jaxpr import used_up
+from fddp.schedules.gathers_ahead import gathers_ahead
+from fddp.schedules.launcher import Launcher, own_lane
+from fddp.schedules.lists import forms_of, in_stages
+from fddp.schedules.message_order import Trial, come_late, orders
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import Prepared, preparing
-from fddp.schedules.queues import Do, Queues
-from fddp.schedules.send import Sent, bytes_of, sending
-from fddp.schedules.tasks import BYTES, Task, TaskList
-from fddp.schedules.threads import refuse_without_jit
-from fddp.schedules.trailing import trailing
+from fddp.schedules.programs import compiled, preparing
+from fddp.schedules.queues import HERE, Arranged, Promise, freed, routed
+from fddp.schedules.staged import refuse_without_jit
+from fddp.schedules.tasks import Task, TaskList, replaces
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -44,176 +42,90 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
       The runner.
     """
     computes = pieces.rounds[0].kind == "compute"  # else it packs shards, to gather them
-    return (trailing if computes else leading)(group, pieces, donate)
+    return (sums_behind if computes else gathers_ahead)(group, pieces, donate)
 
 
-def leading(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs stages beside scatters, and updates and gathers beside both, each as soon as it can.
+def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Runs stages beside all-reduces, and updates beside both; returns after the stages, and the rest follows.
 
-    Gradients leave in one order on one thread. Gathers leave in another order, on a thread and a communicator of their
-    own, and are still under way when a step returns. Where a process has several devices, or sums go over nodes first,
-    there is no second communicator: gathers take turns with gradients, and nothing is under way between two steps.
+    Messages and updates have a thread each. The messages of all steps leave on a communicator of their own, one after
+    the other. Where a process has several devices, or sums go over nodes first, there is no such communicator, and
+    nothing is under way between two steps. Where there are two orders of the messages, the first steps try both.
 
     Args:
       group: the replicas.
-      pieces: the step; it opens with gathers.
-      donate: whether updates may reuse the state's memory.
+      pieces: the step.
+      donate: whether updates may reuse the optimizer's state's memory.
 
     Returns:
-      The runner.
+      The runner; a result that replaces an array of the state may be a `Promise`.
     """
-    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k)
-    prepare = preparing(group, make, compiled_apart, donate)
-    known = dict[int, Turned]()
     lane, beside = own_lane(group)
-    crossing = Crossing(group, sending(lane, pieces.rounds[0].reductions), beside)
+    plain = _all_plain(pieces)
+    # On a mesh a hook's sums use the communicator that hosts use between two steps.
+    beside = beside and (group.axis_name is None or not any(one.apply for one in pieces.reductions))
+    first_use = pieces.uses if plain and beside else {}
+    pieces = _told_at_once(group, pieces) if plain else pieces
+    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=come_late)
+    trial = Trial(group)
+    launcher = Launcher(group, lanes=("communication",))
+    # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
+    known = dict[int, dict[str, jax.ShapeDtypeStruct]]()
+    used = list[Any]()  # arrays that a step donates; it may not have come to that when the next step begins
+
+    def arrange(listed: TaskList) -> Arranged:
+        each = [one.tasks for one in orders(listed, first_use)]
+        return Arranged(tuple(routed(tasks, _queue_of, listed.results) for tasks in each), freed(each, _queue_of))
+
+    prepare = preparing(lane, make, arrange, compiled, donate)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
         refuse_without_jit("eager")
         rows = group.placement.place(rows, group.placement.per_replica)
         now = prepare(state, pending, shards, rows)
+        values = now.listed.enter(state, pending, shards, rows)
+        if any(x is one for x in values.values() for one in used):
+            raise used_up()
+        if (
+            launcher.failed()
+        ):  # one of its messages failed after it had returned, and not all ranks come here after that
+            group.recovery.fail()
+        group.recovery.sends()  # a rank that fails from here on may not begin anew alone
+        launcher.log.begin()
+        routes = now.arranged.routes[trial.way(len(now.arranged.routes))]
+        began = perf_counter()
+        carried = [name for name in routes.kept if beside and replaces(name) in values]
+        used[:] = [values[name] for name in now.arranged.gives]
+        late = {name: Promise(form) for name, form in known.get(id(now), {}).items()}
+        results = launcher.launch(now, routes, values, late=late).results
         if id(now) not in known:
-            known[id(now)] = turned(now.listed)
-        group.recovery.sends()  # the step uses up its gathers: a rank that fails from here on may not begin anew alone
-        values = crossing.step(now, known[id(now)], now.listed.enter(state, pending, shards, rows))
-        return *now.listed.leave(values), memory
+            known[id(now)] = forms_of({name: results[name] for name in carried})
+        launcher.log.end()
+        trial.took(perf_counter() - began)
+        return *now.listed.leave(results), memory
 
     def tasks(*arguments: Any) -> TaskList:
-        listed = make(*arguments)
-        return listed._replace(tasks=turned(listed).tasks)
+        made = orders(make(*arguments), first_use)
+        return made[min(trial.latest, len(made) - 1)]
 
-    return Runner(run, None, crossing.log.timeline, tasks)
-
-
-class Ahead(NamedTuple):
-    """Gathers that are under way for the next step."""
-
-    of: tuple[Any, ...]
-    """The shards that are gathered."""
-    brought: dict[str, Future[Any]]
-    """The gathered values, under the names by which the next step reads them."""
-    sent: dict[str, Sent]
-    """The gathers that are over, by name, without the gathered values."""
-    job: Future[None]
-    """The job that sends them, on a thread of its own."""
+    return Runner(run, None, launcher.log.timeline, tasks, promises=True)
 
 
-class Crossing:
-    """Runs overlapping steps, each of which sends the gathers of the next one."""
+def _queue_of(task: Task) -> str:
+    return HERE if task.kind == "compute" else task.kind
 
-    def __init__(self, group: Group, gather: Callable[..., Sent], beside: bool) -> None:
-        """Args:
-        group: the replicas.
-        gather: sends the k-th gather.
-        beside: whether it may do so beside other messages. Several devices of a process, reached by two threads in
-            different orders, would wait for each other, and on one communicator two messages would mix.
-        """
-        self._group = group
-        self._gather = gather
-        self._beside = beside
-        self._ahead: Ahead | None = None
-        self.log = Log()
-        # The threads live as long as the step: of each thread that ends the C library keeps a little. The gathers that
-        # a step leaves behind have one of them, and wait for none of the next step's jobs.
-        self._threads = ThreadPoolExecutor(3, thread_name_prefix="fddp-queue")
 
-    def step(self, now: Prepared, parts: Turned, values: dict[str, Any]) -> dict[str, Any]:
-        """Runs a step.
+def _all_plain(pieces: Pieces) -> bool:
+    return not any(one.apply or one.asks or one.collective != "all_reduce" for one in pieces.reductions)
 
-        Args:
-          now: its programs.
-          parts: its tasks.
-          values: those that are there at first; they are taken over.
 
-        Returns:
-          Its result and the new shards, by name.
-        """
-        self.log.begin()
-        of = tuple(values[name] for name in parts.given)
-        here, crosses = self._left(of)
-        here = here or self._open(now, parts, values, of)
-        tasks = parts.tasks if crosses else (*parts.body, *parts.updates)
-        brought = [name + NEXT for name in parts.brought] if crosses else []
-        queues = Queues(tasks, values | here.brought, [*parts.results, *brought])
-        leaves = dict[str, Sent]()
-        values.clear()
-        here.brought.clear()
-        sends = self._sending(now, here, leaves)
-        compute, idle = computing(now.programs, self._group.journal, self.log)
-        # An update waits for the step's own gathers: they may still read the memory of the shards that it writes to.
-        jobs = self._start(queues, tasks, sends, self._updating(now, after=here.job))
-        try:
-            queues.work([task for task in tasks if task.kind == "compute"], compute, idle)
-            for name in ("update", "communication"):
-                jobs[name].result()
-        except BaseException:
-            # Whoever catches this may begin anew, and two gathers at once would mix.
-            wait([here.job, *jobs.values()])
-            raise
-        result = {name: queues.kept[name].result() for name in parts.results}
-        if crosses:
-            promised = {name: queues.kept[name + NEXT] for name in parts.brought}
-            self._ahead = Ahead(tuple(result[new(name)] for name in parts.given), promised, leaves, jobs[AHEAD])
-        self.log.end()
-        return result
+def _told_at_once(group: Group, pieces: Pieces) -> Pieces:
+    """Tells the bytes of plain sums at once: they are known before the sums leave, and need not be waited for."""
 
-    def _left(self, of: Sequence[Any]) -> tuple[Ahead | None, bool]:
-        """Takes the gathers that the step before left, if they are of these shards; also tells whether to leave some.
+    def finish(state: Any, shards: Any, came: Messages, kept: Any, nbytes: Any) -> tuple[Any, Any]:
+        del nbytes
+        sends = zip(pieces.reductions, came.arrays)
+        told = [min(plain_bytes(group.communicator, one, x.size, x.dtype), MOST) for one, x in sends]
+        return pieces.finish(state, shards, came, kept, jnp.asarray(np.array(told, np.uint32)))
 
-        A step that was given other shards leaves no gathers: nobody might use these either.
-        """
-        here = self._ahead
-        self._ahead = None
-        if here is None or all(map(is_, here.of, of)):
-            return here, True
-        wait([here.job])
-        return None, False
-
-    def _open(self, now: Prepared, parts: Turned, values: Mapping[str, Any], of: tuple[Any, ...]) -> Ahead:
-        """Sends this step's own gathers, which no step before has sent."""
-        queues = Queues(parts.opening, values, parts.brought)
-        sent = dict[str, Sent]()
-        jobs = self._start(queues, parts.opening, self._sending(now, None, sent), self._updating(now))
-        if not self._beside:  # a gather that nothing reads could still be under way when the first gradients leave
-            wait(jobs.values())
-        return Ahead(of, queues.kept, sent, jobs[AHEAD if self._beside else "communication"])
-
-    def _start(self, queues: Queues, tasks: Sequence[Task], send: Do, update: Do) -> dict[str, Future[None]]:
-        """Starts all tasks but stages, each queue on a thread of its own."""
-        work = with_configuration(queues.work)
-        own: dict[str, list[Task]] = {"update": [], "communication": [], AHEAD: []}
-        for task in tasks:
-            if task.kind != "compute":
-                own[queue_of(task) if self._beside else task.kind].append(task)
-        return {
-            "update": self._threads.submit(work, own["update"], update),
-            "communication": self._threads.submit(work, own["communication"], send),
-            AHEAD: self._group.lane.add(self._threads, work, own[AHEAD], send),
-        }
-
-    def _updating(self, now: Prepared, after: Future[None] | None = None) -> Do:
-        return updating(now.programs, self.log, after)
-
-    def _sending(self, now: Prepared, here: Ahead | None, leaves: dict[str, Sent]) -> Do:
-        """Makes a function that sends messages; a step tells the bytes of the gathers that it used, not of the next."""
-        numbers = {task.name: number for number, task in enumerate(now.listed.messages)}
-        sent = dict[str, Sent]()
-
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-            message, *asked = jax.block_until_ready(read)
-            ahead = queue_of(task) == AHEAD
-            send = self._gather if ahead else now.send
-            with self.log.under_way(task) as note:
-                one = send(numbers[task.name], (), lambda: asked[0], message)
-                note(one.span)
-            # Without its value, which is to live no longer than until its last reader has it.
-            (leaves if ahead else sent)[task.name] = one._replace(total=None)
-            return one.total, *([told()] if BYTES in task.writes else [])
-
-        def told() -> Any:
-            if here:
-                here.job.result()
-                sent.update(here.sent)
-            return bytes_of(self._group, [sent[name] for name in numbers])
-
-        return do
+    return pieces._replace(finish=finish)

@@ -14,35 +14,40 @@ from fddp.comm import REPLICATED, Group, Placement, of_one_replica
 from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList
-from fddp.schedules.queues import forms_promised
+from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.shown import named
 from fddp.schedules.tasks import SHARDS, Compute, TaskList, equal_everywhere
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
-# (placement, tasks, values that are there at first, whether the state's memory may be reused, reports what compiles)
-MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], bool, Compiling], Programs]
+# The values whose memory a task may have, for each task by name.
+Freed: TypeAlias = Mapping[str, Sequence[str]]
+# (placement, tasks, values that are there at first, what each task may have of the state's memory, reports what
+# compiles)
+MakePrograms: TypeAlias = Callable[[Placement, TaskList, Mapping[str, Any], Freed, Compiling], Programs]
 
 
 class Prepared(NamedTuple):
     """A list, ready to be launched."""
 
     listed: TaskList
+    arranged: Arranged
     programs: Programs
     send: Callable[..., Sent]
     """Sends its messages."""
-    last_reads: dict[str, tuple[str, ...]]
-    """The values that no task reads after this one, for each task by name."""
 
 
-def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool) -> Callable[..., Prepared]:
+def preparing(
+    group: Group, make: MakeList, arrange: Arrange, programs: MakePrograms, donate: bool
+) -> Callable[..., Prepared]:
     """Makes a function that prepares a list, once for each form of a step's arguments.
 
     Args:
       group: the replicas.
       make: makes the list.
-      programs: `jitted` or `compiled`.
+      arrange: arranges it for the launcher.
+      programs: `jitted`, `compiled` or `on_each_device`.
       donate: whether a task may reuse memory of the state that no later task reads.
 
     Returns:
@@ -56,16 +61,19 @@ def preparing(group: Group, make: MakeList, programs: MakePrograms, donate: bool
         if form not in known:
             state, *own = forms_promised(arguments)
             listed = make(of_one_replica(state, 1), *of_one_replica(own, group.placement.replicas_in_array))
-            made = programs(group.placement, listed, listed.enter(state, *own), donate, partial(compiling, group))
+            arranged = arrange(listed)
+            arranged = arranged if donate else arranged._replace(freed={})
+            values = listed.enter(state, *own)
+            made = programs(group.placement, listed, values, arranged.freed, partial(compiling, group))
             send = sending(group, [task.reduction for task in listed.messages])
-            known[form] = Prepared(listed, named(made), send, listed.last_reads)
+            known[form] = Prepared(listed, arranged, named(made), send)
         return known[form]
 
     return prepare
 
 
 def jitted(
-    placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], freed: Freed, says: Compiling
 ) -> Programs:
     """Programs that XLA compiles when they are first called.
 
@@ -73,24 +81,23 @@ def jitted(
       placement: where they run.
       listed: the tasks.
       values: those that are there at first.
-      donate: whether a task may reuse memory of the state that no later task reads.
+      freed: the values whose memory a task may have, for each task by name.
       says: reports what compiles.
 
     Returns:
       A program for each compute task, by its name.
     """
     del values
-    last = listed.last_reads
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
-        free = [at for at, name in enumerate(task.reads) if donate and name in last[task.name] and _of_state(name)]
+        free = [at for at, name in enumerate(task.reads) if name in freed.get(task.name, ()) and _of_state(name)]
         return first_call(_program(placement, task, free), task.name, says)
 
     return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
 
 
 def on_each_device(
-    placement: Placement, listed: TaskList, values: Mapping[str, Any], donate: bool, says: Compiling
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], freed: Freed, says: Compiling
 ) -> Programs:
     """Programs of one replica: each replica of this process runs them by itself, and XLA knows of no others.
 
@@ -100,29 +107,27 @@ def on_each_device(
       placement: where they run.
       listed: the tasks.
       values: those that are there at first: tuples of what each replica has.
-      donate: whether a task may reuse memory of the state that no later task reads.
+      freed: the values whose memory a task may have, for each task by name.
       says: reports what compiles.
 
     Returns:
       A program for each compute task, by its name; tasks that share a function share a program.
     """
     del values
-    last = listed.last_reads
     known = dict[Any, Callable[..., Sequence[Any]]]()
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
         # Updates alone donate: a stage that did would no longer share a program with the same stage of others.
-        gives = donate and task.kind == "update"
-        read = last[task.name]
-        free = tuple(at for at, name in enumerate(task.reads) if gives and name in read and _of_state(name))
+        own = freed.get(task.name, ()) if task.kind == "update" else ()
+        free = tuple(at for at, name in enumerate(task.reads) if name in own and _of_state(name))
         free += tuple(range(task.reuses))
         if (task.run, free) not in known:
             known[task.run, free] = first_call(jax.jit(task.run, donate_argnums=free), task.name, says)
-        own = known[task.run, free]
+        one = known[task.run, free]
 
         def run(*read: Any) -> Sequence[Any]:
             of_each = zip(*(x if isinstance(x, tuple) else placement.each(x) for x in read))
-            made = zip(*[own(*given) for given in of_each])
+            made = zip(*[one(*given) for given in of_each])
             return [_joined(placement, name, arrays) for name, arrays in zip(task.writes, made)]
 
         return run
@@ -138,12 +143,7 @@ def _joined(placement: Placement, name: str, arrays: tuple[Any, ...]) -> Any:
 
 
 def compiled(
-    placement: Placement,
-    listed: TaskList,
-    values: Mapping[str, Any],
-    donate: bool,
-    says: Compiling,
-    last: Mapping[str, Sequence[str]] | None = None,
+    placement: Placement, listed: TaskList, values: Mapping[str, Any], freed: Freed, says: Compiling
 ) -> Programs:
     """Compiles all programs before any of them runs, equal ones once.
 
@@ -151,15 +151,13 @@ def compiled(
       placement: where they run.
       listed: the tasks.
       values: those that are there at first, as all replicas together have them.
-      donate: whether a task may reuse memory of the state that no later task reads.
+      freed: the values whose memory a task may have, for each task by name.
       says: reports what compiles.
-      last: the values that no task reads after this one, for each task by name; None: as the list has them.
 
     Returns:
       A program for each compute task, by its name.
     """
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
-    last = listed.last_reads if last is None else last
     programs = Programs()
     # Keeps the constants of each program alive, so that their ids stay unique.
     known: dict[Any, tuple[Callable[..., Sequence[Any]], Sequence[Any]]] = {}
@@ -169,7 +167,7 @@ def compiled(
         jit = _program(placement, task)
         traced = jit.trace(*read)
         forms.update(zip(task.writes, traced.out_info))
-        if free := _usable(task, last[task.name], forms) if donate else []:
+        if free := _usable(task, freed.get(task.name, ()), forms):
             jit = _program(placement, task, free)
             traced = jit.trace(*read)
         lowered = traced.lower()

@@ -1,15 +1,19 @@
 """Runs tasks in several queues, each in its order on a thread of its own; futures carry values between queues."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from fddp.schedules.tasks import Task
+from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, first_word
 
+HERE = "here"  # the queue of the thread that calls the step
+
+# Names the queue of a task: tasks of one queue are done one after the other, different queues side by side.
+QueueOf: TypeAlias = Callable[[Task], str]
 # Does a task: (task, values that it reads) → values that it writes.
 Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
 
@@ -29,50 +33,158 @@ def forms_promised(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
 
 
+class Routes(NamedTuple):
+    """Tasks by their queues, and the ways of their values; found once for each list."""
+
+    queues: dict[str, tuple[Task, ...]]
+    """The tasks of each queue, in order."""
+    given: tuple[str, ...]
+    """The values that tasks read and none writes."""
+    kept: tuple[str, ...]
+    """The values that are wanted in the end."""
+    crossing: tuple[str, ...]
+    """The values that one queue writes and another one waits for."""
+    readers: Mapping[str, int]
+    """The number of tasks that read a value; whoever wants it in the end counts as one more."""
+
+    @property
+    def speaking(self) -> tuple[str, ...]:
+        """The queues of messages."""
+        return tuple(queue for queue, tasks in self.queues.items() if isinstance(tasks[0], Communicate))
+
+    def makes(self, queue: str, names: Collection[str]) -> bool:
+        """Whether a queue writes one of these values."""
+        return any(name in names for task in self.queues[queue] for name in task.writes)
+
+
+class Arranged(NamedTuple):
+    """A list of tasks, arranged for the launcher."""
+
+    routes: tuple[Routes, ...]
+    """The list in each order, or in each part, that may be launched."""
+    freed: Mapping[str, tuple[str, ...]]
+    """The values whose memory a task may have, for each task by name."""
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The arrays of the state among these."""
+        return tuple({name for names in self.freed.values() for name in names if first_word(name) == "state"})
+
+
+# (a list of tasks) → the same, arranged
+Arrange: TypeAlias = Callable[[TaskList], Arranged]
+
+
+def as_listed(queues_of: Callable[[TaskList], QueueOf]) -> Arrange:
+    """Makes a function that arranges a list as it is.
+
+    Args:
+      queues_of: (list) → what names a task's queue.
+
+    Returns:
+      The function.
+    """
+
+    def arrange(listed: TaskList) -> Arranged:
+        queue_of = queues_of(listed)
+        return Arranged((routed(listed.tasks, queue_of, listed.results),), freed([listed.tasks], queue_of))
+
+    return arrange
+
+
+def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[str]) -> Routes:
+    """Deals tasks out to queues.
+
+    Args:
+      tasks: in order.
+      queue_of: names a task's queue.
+      kept: the values that the thread which calls the step wants in the end.
+
+    Returns:
+      The queues, and the ways of values between them.
+    """
+    queues: dict[str, list[Task]] = {}
+    wanted: dict[str, set[str]] = {name: {HERE} for name in kept}
+    for task in tasks:
+        queues.setdefault(queue_of(task), []).append(task)
+        for name in task.reads:
+            wanted.setdefault(name, set()).add(queue_of(task))
+    written = {name: queue_of(task) for task in tasks for name in task.writes}
+    # The queue that tells the bytes of all messages starts last: it waits for the other queues of messages.
+    order = sorted(queues, key=lambda queue: any(BYTES in task.writes for task in queues[queue]))
+    return Routes(
+        queues={queue: tuple(queues[queue]) for queue in order},
+        given=tuple(name for name in wanted if name not in written),
+        kept=tuple(kept),
+        crossing=tuple(name for name, queue in written.items() if wanted.get(name, {queue}) != {queue}),
+        readers=Counter([*kept, *(name for task in tasks for name in task.reads)]),
+    )
+
+
+def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tuple[str, ...]]:
+    """Finds the values whose memory a task may have.
+
+    Args:
+      orders: the same tasks, in each order in which they may run.
+      queue_of: names a task's queue.
+
+    Returns:
+      The values that a task is the last to read in each order, for each task by name. A value that another queue reads
+      as well is left out: that queue may lag.
+    """
+    queues: dict[str, set[str]] = {}
+    for task in orders[0]:
+        for name in task.reads:
+            queues.setdefault(name, set()).add(queue_of(task))
+    last = [{name: task.name for task in tasks for name in task.reads} for tasks in orders]
+
+    def alone(task: Task, name: str) -> bool:
+        return len(queues[name]) == 1 and all(of[name] == task.name for of in last)
+
+    return {task.name: tuple(name for name in task.reads if alone(task, name)) for task in orders[0]}
+
+
 class Queues:
     """Tasks that wait for each other across threads."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        values: Mapping[str, Any],
-        kept: Iterable[str],
-        promise: Callable[[str], Future[Any]] = lambda name: Future(),
-    ) -> None:
-        """Makes a future for each value that a task writes and another one reads, and for each that is kept.
+    def __init__(self, routes: Routes, values: Mapping[str, Any], futures: Mapping[str, Future[Any]]) -> None:
+        """Makes a future for each value that crosses from one queue to another.
 
         Args:
-          tasks: of all queues.
-          values: those that are there at first, or futures of them.
-          kept: names of values that are wanted in the end. All others are dropped as soon as their last reader has
-            them, so that their memory can be used again.
-          promise: (name) → the future of a value that is kept.
+          routes: the tasks.
+          values: those that are there at first, or futures of them. All values but those that are kept are dropped as
+            soon as their last reader has them, so that their memory can be used again.
+          futures: those that somebody waits for already, by the values' names.
         """
-        self.kept = {name: promise(name) for name in kept}
-        self._readers = Counter(name for task in tasks for name in task.reads)
+        self._routes = routes
+        self._readers = dict(routes.readers)
         self._lock = Lock()
-        written = {name for task in tasks for name in task.writes}
-        read = {name: self.kept.get(name) or Future[Any]() for name in written & self._readers.keys()}
-        given = {name: values[name] for name in values.keys() & self._readers.keys()}
-        self._there: dict[str, Any] = {**given, **self.kept, **read}
+        given = {name: values[name] for name in (*routes.given, *routes.kept) if name in values}
+        self._there: dict[str, Any] = {**given, **{name: futures.get(name) or Future() for name in routes.crossing}}
 
-    def work(self, queue: Sequence[Task], do: Do, idle: Callable[[], None] = lambda: None) -> None:
+    def kept(self) -> dict[str, Any]:
+        """The values that are wanted in the end, or futures of them, once the calling thread's queue is done."""
+        return {name: self._there[name] for name in self._routes.kept}
+
+    def work(self, queue: str, do: Do, idle: Callable[[], None] = lambda: None) -> None:
         """Does the tasks of a queue. An error also reaches all who wait for the rest of it, so that nobody hangs.
 
         Args:
-          queue: in order.
+          queue: its name.
           do: does a task.
           idle: is called before a task has to be waited for, and at the end.
         """
+        tasks = self._routes.queues.get(queue, ())
         done = 0
         try:
-            for task in queue:
+            for task in tasks:
                 self._keep(task, do(task, self._take(task, idle)))
                 done += 1
             idle()
         except BaseException as error:
-            for name in (name for task in queue[done:] for name in task.writes):
-                if promise := self._promised(name):
+            for name in (name for task in tasks[done:] for name in task.writes):
+                promise = self._there.get(name)
+                if isinstance(promise, Future) and not promise.done():
                     promise.set_exception(error)
             raise
 
@@ -82,17 +194,16 @@ class Queues:
             idle()
         read = [x.result() if isinstance(x, Future) else x for x in there]
         with self._lock:
-            self._readers.subtract(task.reads)
             for name in task.reads:
+                self._readers[name] -= 1
                 if not self._readers[name]:
                     self._there.pop(name, None)
         return read
 
     def _keep(self, task: Task, made: Sequence[Any]) -> None:
         for name, value in zip(task.writes, made, strict=True):
-            if promise := self._promised(name):
+            promise = self._there.get(name)
+            if isinstance(promise, Future):
                 promise.set_result(value)
-
-    def _promised(self, name: str) -> "Future[Any] | None":
-        promise = self._there.get(name)
-        return promise if isinstance(promise, Future) and not promise.done() else None
+            elif self._readers.get(name):
+                self._there[name] = value

@@ -22,6 +22,8 @@ BYTES = "bytes"
 SHARDS = "shards"
 # The shards of the state that a step makes.
 NEW = "new"
+# What a step returns.
+RESULT = "result"
 # The first word for a message that came back, by the collective.
 BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
 
@@ -71,10 +73,9 @@ class TaskList(NamedTuple):
         return tuple(task for task in self.tasks if isinstance(task, Communicate))
 
     @property
-    def last_reads(self) -> dict[str, tuple[str, ...]]:
-        """The values that no task reads after this one, for each task by name."""
-        last = {name: task.name for task in self.tasks for name in task.reads}
-        return {task.name: tuple(name for name in task.reads if last[name] == task.name) for task in self.tasks}
+    def results(self) -> tuple[str, ...]:
+        """The values that a step returns: its result, and the shards of the next state."""
+        return tuple(name for task in self.tasks for name in task.writes if first_word(name) in (RESULT, NEW))
 
     def __str__(self) -> str:
         rows = [(task.kind, task.name, _abridged(task.reads), _abridged(task.writes)) for task in self.tasks]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import square
 
 import fddp
 from fddp.analysis.auditing.report import read
@@ -65,7 +66,7 @@ def plain_mlp(rows, **fields):
     return workload(mlp, mlp.MLP((256,) * 5, use_bias=False, **fields), rows)
 
 
-### The promises
+### What XLA hides
 
 
 @aot
@@ -88,7 +89,7 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
 
 @aot
 @on_both_targets
-def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_the_last(target):
+def test_products_are_computed_under_each_bucket_of_an_mlp_but_the_last(target):
     audit = audited("mlp", target)
     assert len(audit.collectives) == 8
     assert all(collective.heavy > 0 for collective in audit.collectives[:-1])
@@ -98,14 +99,14 @@ def test_while_a_bucket_of_an_mlp_is_on_its_way_products_are_computed_but_for_th
 @aot
 @on_both_targets
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_while_the_first_half_of_a_transformers_buckets_is_on_its_way_products_are_computed(name, target):
+def test_products_are_computed_under_the_first_half_of_a_transformers_buckets(name, target):
     collectives = audited(name, target).collectives
     assert all(collective.heavy > 0 for collective in collectives[: len(collectives) // 2])
 
 
 @aot
 @on_both_targets
-def test_while_a_bucket_is_scattered_products_are_computed_and_parameters_are_gathered_at_the_end(target):
+def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end(target):
     module, model, rows, options = MODELS["mlp"]
     audit = look(workload(module, model, rows * 8), target, shard="optimizer", **options)
     count = len(audit.plan.buckets)
@@ -122,7 +123,7 @@ def test_while_a_bucket_is_scattered_products_are_computed_and_parameters_are_ga
 @aot
 @pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
 @pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=slow)])
-def test_parameters_in_shards_are_gathered_under_the_layers_before_and_their_gradients_scattered(name, target):
+def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(name, target):
     """No sum comes back whole but that of loss and metrics."""
     module, model, rows, options = MODELS[name]
     audit = look(workload(module, model, rows * 8), target, shard="state", **options)
@@ -262,7 +263,7 @@ def test_a_collective_in_a_loop_is_named(group):
 
 
 def test_one_replica_sends_nothing(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1))
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
     audit = fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4))
     assert audit.collectives == () and "nothing is sent" in audit.problems()[0]
 
@@ -383,7 +384,7 @@ def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
 
 
 def test_the_same_step_on_another_group_trains_alike(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2))
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
     other = step.on(group(4))
     rows = jnp.arange(8.0)
     ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, other)]

@@ -1,4 +1,4 @@
-"""A straight line through measured all-reduces: `fddp.link`."""
+"""A straight line through measured all-reduces."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Steps on more replicas than there are: `fddp.scaling`, against values by hand and the shape of the paper's."""
+"""Steps on more replicas than there are, against values by hand and the shape of the paper's."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ def test_a_projection_simulates_the_step_with_the_algorithms_all_reduces():
     assert (one.step_s, one.exposed_s, one.efficiency) == (6.0, 2.0, 4 / 6)
 
 
-def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out_until_latency_counts():
+def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
     """Fig. 9 of the paper: iterations get longer from 1 to 256 replicas, though each sends hardly more from 16 on."""
     steps = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
     assert steps == sorted(steps)

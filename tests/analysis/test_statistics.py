@@ -1,4 +1,4 @@
-"""What one replica holds and sends is told as it is: against the arrays on its device, and the messages it makes."""
+"""Bytes that one replica holds and sends, against the arrays on its device and the messages that it makes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: s
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
-def test_of_the_optimizers_state_a_replica_holds_its_part_and_its_share_of_the_padding(group: Groups, shard: str):
+def test_a_replica_holds_its_part_of_the_optimizers_state_and_of_the_padding(group: Groups, shard: str):
     step, state = make(group(4), shard)
     (held, whole, *_), count = step.stats().replica_bytes, state.opt_state[0].count.nbytes
     assert step.plan.padding == PADDING

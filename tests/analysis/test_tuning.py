@@ -1,4 +1,4 @@
-"""Which bucket cap is best: `fddp.tuning` and `fddp.regrouping` by hand, and tunings of small networks."""
+"""The best bucket cap: regroupings by hand, and tunings of small networks."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_the_tail_rides_behind_a_bucket_or_alone():
     assert message_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), 100, 2) == (100, 12, 4, 8)
 
 
-def test_rows_count_as_the_all_reduce_that_takes_as_long_and_what_they_leave_as_nothing():
+def test_rows_count_as_the_all_reduce_that_takes_as_long_and_the_rest_as_nothing():
     """Each of n replicas sends n - 1 times its rows, and 2 (n - 1)/n times what is summed."""
     tree = {"bias": np.zeros(8, np.float32), "table": np.zeros((100_000, 4), np.float32)}
     rows = 64 * (4 * 4 + 4) + 4

@@ -94,7 +94,7 @@ def test_the_last_bucket_is_within_its_cap_or_one_leaf(problem):
 
 
 @given(problems(), st.lists(st.integers(0, 100), min_size=1, max_size=4))
-def test_each_bucket_in_turn_is_below_its_own_cap_without_its_last_leaf_and_not_with_it(problem, sizes):
+def test_each_bucket_is_below_its_own_cap_without_its_last_leaf_and_not_with_it(problem, sizes):
     tree, order, _ = problem
     order = [i for i in order if tree[i].dtype == np.float32]
     plan = make_plan(tree, order=order, bucket_cap_mb=[size / MiB for size in sizes])

@@ -1,4 +1,4 @@
-"""What hosts say to each other, and which groups and worlds cannot be."""
+"""Hosts hear of each other, and groups and worlds that cannot be are refused."""
 
 import io
 import json
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from problems import square
 
 import fddp
 
@@ -35,7 +36,7 @@ def test_a_group_over_one_axis_of_a_mesh_has_the_replicas_of_that_axis():
     for axis, size in (("model", 2), ("data", 4)):
         two = fddp.mesh_group(mesh, axis)
         assert (two.size, two.axis_name) == (size, axis)
-        loss, grad = fddp.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), group=two)(W, jnp.arange(8.0))
+        loss, grad = fddp.value_and_grad(square, group=two)(W, jnp.arange(8.0))
         assert (float(loss), float(grad)) == (17.5, -7.0)
 
 

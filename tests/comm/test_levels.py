@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from processes import launch
-from workers.claims import HELD
-from workers.level_claims import FOUR, SCHEDULES
+from on_ranks.claims import HELD, SCHEDULES
+from on_ranks.levels import FOUR
+from processes import HOLD, launch
+from trees import close
 
 import fddp
 from fddp import hooks
@@ -123,7 +124,7 @@ def test_a_training_is_that_of_plain_sums_to_rounding(group, schedule, options):
         return jax.device_get(state.params), float(info.loss), info.sent.tolist()
 
     (params, loss, sent), (plain, plain_loss, plain_sent) = map(trained, (group(4).hierarchical(2), group(4)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params, plain)
+    close(params, plain, rtol=2e-4, atol=2e-5)
     assert loss == pytest.approx(plain_loss, rel=1e-4) and sent == plain_sent
 
 
@@ -175,7 +176,7 @@ def test_two_nodes_of_two_replicas_sum_over_nodes_first(backend: str, size: int,
     outcome = launch(
         backend,
         size,
-        "hold_claims.py",
+        HOLD,
         tmp_path,
         *CLAIMS,
         folder=tmp_path,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import close
 
 import fddp
 
@@ -57,10 +58,6 @@ def weighted(w: Any, g: Graph) -> Any:
     known = ~jnp.isnan(g.labels)
     losses = jnp.where(known, score(w, g) - jnp.where(known, g.labels, 0), 0) ** 2
     return fddp.Weighted(jnp.sum(losses) / jnp.maximum(known.sum(), 1), known.sum())
-
-
-def close(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def mean(graphs: list[Graph]) -> tuple[Any, Any]:
@@ -134,7 +131,7 @@ def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None)
     close(state.params, W - mean([graph(0), graph(1)])[1])
 
 
-def test_join_counts_no_rows_of_graphs_that_have_by_chance_equally_many_nodes_and_edges(group: Groups):
+def test_join_counts_no_rows_of_graphs_with_as_many_nodes_as_edges(group: Groups):
     other = SimpleNamespace(all_gather=lambda mine: np.stack([mine, np.ones_like(mine)]))  # never runs out
     two = replace(group(1), processes=2, hosts=other)
     graphs = [{"nodes": np.ones(4), "edges": np.ones(edges)} for edges in (5, 4, 5)]

@@ -204,7 +204,7 @@ def answer(make: Callable[..., Any]) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_the_table_of_optimizers_is_what_their_programs_say():
-    text = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     told = dict(re.findall(r"^\| `optax\.([\w.]+)` \| (.+?) \|$", text, flags=re.MULTILINE))
     found = {name: answer(make) for name, make in aliases().items()}
     if f"optax {optax.__version__}," not in text:  # another one may have more, or fewer

@@ -1,4 +1,4 @@
-"""What an optimizer writes down of its steps, a step tells; against plain JAX on the joined batch."""
+"""A step tells what its optimizer writes down; against plain JAX on the joined batch."""
 
 from typing import Any
 

@@ -53,7 +53,7 @@ def test_a_service_that_does_not_start_says_why():
             start_coordinator(f"127.0.0.1:{port}", 0, 2)
 
 
-def test_who_has_come_to_the_end_waits_for_the_others_for_days_and_then_leaves_without_a_word(
+def test_a_rank_at_its_end_waits_for_days_and_leaves_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ):
     waited: list[float] = []

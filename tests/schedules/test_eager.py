@@ -1,9 +1,12 @@
-"""Claims about gathers that leave before the step is called that needs them: on paper, and in training."""
+"""Claims about steps that return before their last sums are back: on paper, in training, for who holds the state."""
 
-import sys
+import copy
+import math
+import pickle
+import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,347 +15,441 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 from tied_net import TOKENS, plain, tied_net, tied_params
 
 import fddp
-from fddp.comm import Journal, poll
+from bench.steady import steady_seconds
+from fddp.comm import Journal, Lane, poll
 from fddp.hooks import Reduction
-from fddp.schedules import Span
-from fddp.schedules.ahead import NEXT, Turned, kept_last, steady_seconds, turned
-from fddp.schedules.eager import Crossing
-from fddp.schedules.log import Log
-from fddp.schedules.queues import Queues
-from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
+from fddp.hooks.reductions import Asks
+from fddp.jax_internals import with_configuration
+from fddp.schedules.message_order import STEPS, TURNS, trailed
+from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, replaces
 
 Groups = Callable[[int], fddp.Group]
 
 
-def layers(n: int) -> Turned:
+def layers(n: int, *, asks: int | None = None) -> TaskList:
     """A net of n layers with a bucket each: the last one's gradient is ready first and needed last."""
-    tasks: list[Task] = []
-    for k in range(n):
-        tasks += [Compute(f"pack {k}", (f"shards/{k}",), (f"message {k}",), kind="update")]
-        tasks += [Communicate(f"gather {k}", (f"message {k}",), (f"whole {k}",), Reduction(collective="all_gather"))]
-    tasks += [Compute(f"forward {k}", (f"whole {k}", f"x {k}"), (f"x {k + 1}",)) for k in range(n)]
-    for k in reversed(range(n)):
-        read = f"y {k + 1}" if k < n - 1 else f"x {n}"
-        tasks += [Compute(f"backward {k}", (read, f"whole {k}"), (f"y {k}", f"message {n + k}"))]
-        tasks += [Communicate(f"scatter {k}", (f"message {n + k}",), (f"part {n + k}",))]
-    tasks += [
-        Compute(f"update {k}", (f"part {n + k}", f"shards/{k}"), (f"new/{k}",), kind="update")
-        for k in reversed(range(n))
-    ]
-    return turned(TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ())))
+    tasks: list[Task] = [Compute(f"forward {k}", (f"state/params/{k}", f"x {k}"), (f"x {k + 1}",)) for k in range(n)]
+    for number, k in enumerate(reversed(range(n))):
+        read = f"y {k + 1}" if number else f"x {n}"
+        asked = (f"sum {asks}",) if asks is not None and number > asks else ()
+        told = (BYTES,) if number == n - 1 else ()
+        how = Reduction(asks=Asks(asks or 0, (0,)) if asked else None)
+        tasks += [Compute(f"backward {k}", (read, f"state/params/{k}"), (f"y {k}", f"message {number}"))]
+        tasks += [Communicate(f"bucket {number}", (f"message {number}", *asked), (f"sum {number}", *told), how)]
+    for number, k in enumerate(reversed(range(n))):
+        reads = f"sum {number}", f"state/params/{k}", *(("weight",) if number else ())
+        writes = f"result/0/params/{k}", *(() if number else ("weight", "result/1/loss"))
+        tasks += [Compute(f"update {number}", reads, writes, kind="update")]
+    return TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ()))
 
 
-def seconds(n: int, forward: float, backward: float, traffic: float) -> dict[str, float]:
-    of = {"forward": forward, "backward": backward, "scatter": traffic / 2, "gather": traffic / 2}
-    return {f"{word} {k}": total / n for word, total in of.items() for k in range(n)}
+def uses(n: int) -> dict[str, int]:
+    """Bucket k is of layer n - 1 - k; the first one carries the loss."""
+    return {f"bucket {k}": n - 1 - k for k in range(1, n)}
+
+
+def order(listed: TaskList) -> list[int]:
+    return [int(task.name.split()[1]) for task in listed.messages]
 
 
 ### On paper
 
 
-def test_a_gather_is_packed_of_the_new_shards_as_soon_as_these_are_there_and_before_later_updates():
-    names = [task.name for task in layers(4).closing if isinstance(task, Compute)]
-    assert names == [f"{word} {k}" for k in (3, 2, 1, 0) for word in ("update", "pack")]
-    closing = {task.name: task for task in layers(4).closing}
-    assert closing["pack 2"].reads == ("new/2",) and closing["gather 2"].writes == ("whole 2" + NEXT,)
-
-
-@pytest.mark.parametrize(("n", "first"), [(8, (7, 5, 3)), (9, (8, 6, 4)), (7, (6, 4)), (2, (1,)), (1, ())])
-def test_every_second_bucket_but_none_of_the_last_third_is_gathered_at_once_and_the_others_by_first_use(n, first):
-    gathers = [task.name for task in layers(n).closing if isinstance(task, Communicate)]
-    assert gathers == [f"gather {k}" for k in (*first, *(k for k in range(n) if k not in first))]
-
-
-def test_with_one_bucket_nothing_overlaps_and_a_step_takes_the_sum_of_its_tasks():
-    assert steady_seconds(layers(1).tasks, seconds(1, 1.0, 2.0, 3.0)) == pytest.approx(6.0)
-
-
-def test_a_gather_lies_under_the_next_forward_pass_and_a_scatter_under_this_backward_pass():
-    """Two layers, by hand: 2 of forward, 4 of backward, messages of 1 each.
-
-    Backward of layer 1 ends at 4, of layer 0 at 6; scatter 0 ends at 7, with its update, and gather 0 at 8: gather 1,
-    of the first two thirds, was over at 6. Then the next forward pass may begin: 8 seconds after this one began.
-    """
-    assert steady_seconds(layers(2).tasks, seconds(2, 2.0, 4.0, 4.0)) == pytest.approx(8.0)
-
-
 @pytest.mark.parametrize(
-    ("forward", "backward", "traffic", "n", "best"),
-    # A search over orders found nothing better than the last column; the third is a bound of one step alone.
-    [(132, 306, 280, 8, 473), (83, 193, 279, 8, 328), (197, 278, 390, 7, 532), (130, 260, 318, 18, 411)],
+    ("n", "expected"),
+    [
+        (1, [0]),
+        (3, [0, 1, 2]),
+        (4, [0, 2, 3, 1]),
+        (8, [0, 2, 3, 4, 6, 7, 5, 1]),
+        (13, [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 10, 6, 2]),
+    ],
 )
-def test_the_order_of_gathers_is_within_two_percent_of_the_best_that_was_found(forward, backward, traffic, n, best):
-    took = steady_seconds(layers(n).tasks, seconds(n, forward, backward, traffic))
-    assert 0.99 * best <= took <= 1.02 * best
+def test_one_message_of_four_is_put_off_never_the_first_nor_the_last_two_and_leaves_by_first_use(n, expected):
+    assert order(trailed(layers(n), uses(n))) == expected
 
 
-def test_what_tasks_of_two_queues_read_is_given_to_neither():
-    tasks = (
-        Compute("stage", ("state/step", "shards/0"), ("x",)),
-        Compute("update", ("state/step", "shards/1", "x"), (), kind="update"),
-    )
-    listed = TaskList(tasks, lambda *given: {}, lambda values: ((), ()))
-    assert listed.last_reads == {"stage": ("shards/0",), "update": ("state/step", "shards/1", "x")}
-    assert kept_last(listed) == {"stage": ("shards/0",), "update": ("shards/1", "x")}
+def test_updates_come_in_the_order_of_their_sums_and_the_last_message_tells_the_bytes():
+    listed = trailed(layers(8), uses(8))
+    updates = [task.name for task in listed.tasks if task.kind == "update"]
+    assert updates == [f"update {k}" for k in order(listed)]
+    assert [BYTES in task.writes for task in listed.messages] == [False] * 7 + [True]
+    written = set[str]()
+    for task in listed.tasks:
+        if isinstance(task, Communicate):
+            assert task.reads[0] in written, "it is made before it leaves"
+        written.update(task.writes)
 
 
-### Queues
+def test_a_message_that_others_ask_and_those_that_ask_stay_where_they_are():
+    assert order(trailed(layers(8, asks=5), uses(8))) == [0, 2, 3, 4, 5, 6, 7, 1]
+    assert order(trailed(layers(8, asks=0), uses(8))) == list(range(8))
 
 
-def test_an_error_in_one_queue_ends_all_that_wait_for_it():
-    tasks = [Compute("a", (), ("x",)), Compute("b", ("x",), ("y",)), Compute("c", ("y",), ("z",))]
-    queues = Queues(tasks, {}, ["z"])
-
-    def fails(task: Task, read: Any) -> Any:
-        raise ArithmeticError(task.name)
-
-    with pytest.raises(ArithmeticError, match="a"):
-        queues.work(tasks[:2], fails)
-    with pytest.raises(ArithmeticError, match="a"):
-        queues.work(tasks[2:], lambda task, read: read)
-    with pytest.raises(ArithmeticError, match="a"):
-        queues.kept["z"].result()
+def test_the_order_is_that_of_the_uses_which_are_told_and_not_of_this_rank_s_own_program():
+    assert order(trailed(layers(8), uses(8) | {"bucket 1": 0})) == [0, 2, 3, 4, 6, 7, 1, 5]
 
 
-def test_a_value_is_let_go_of_by_its_last_reader():
-    class Big:
-        pass
+def test_what_all_else_waits_for_is_not_put_off_and_nor_are_gradients_that_are_returned():
+    told = {name: use for name, use in uses(4).items() if name != "bucket 1"}  # it carries the loss
+    assert order(trailed(layers(4), told)) == [0, 1, 2, 3]
+    listed = layers(8)
+    kept = [task._replace(reads=tuple(x for x in task.reads if "state" not in x)) for task in listed.tasks]
+    assert order(trailed(listed._replace(tasks=tuple(kept)), uses(8))) == list(range(8))
 
-    tasks = [Compute("a", (), ("x",)), Compute("b", ("x",), ("y",)), Compute("c", ("x", "y"), ("z",))]
-    queues, alive = Queues(tasks, {}, ["z"]), list[Any]()
 
-    def do(task: Task, read: Any) -> Any:
-        if task.name == "a":
-            made = Big()
-            alive.append(weakref.ref(made))
-            return (made,)
-        read.clear()
-        alive.append(alive[0]() is not None)
-        return (0,)
+def test_a_put_off_sum_lies_under_the_next_forward_pass():
+    """Four layers, by hand: a forward second and two of backward each, messages of three.
 
-    queues.work(tasks, do)
-    assert alive[1:] == [True, False] and queues.kept["z"].result() == 0
+    Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16. The next forward pass
+    needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for message 1. So message 0 is ready anew at
+    23: 17 seconds a step, where all that wait for all take 18.
+    """
+    took = {
+        f"{word} {k}": time for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0)) for k in range(4)
+    }
+    assert steady_seconds(trailed(layers(4), uses(4)).tasks, took, replaces) == pytest.approx(17.0)
+    assert steady_seconds(layers(4).tasks, took) == pytest.approx(18.0)
 
 
 ### In training
 
-PARAMS = tied_params(4)
+PARAMS = tied_params(6)
+
+
+def batch(k: int) -> Any:
+    return np.roll(TOKENS, k, axis=0)
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, expected)
 
 
 def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
-    given: dict[str, Any] = {"shard": "state", "schedule": "eager", "bucket_cap_mb": 0} | options
+    given: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
     return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **given)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+class Wire:
+    """A transport of one replica whose sums come back when they are let."""
+
+    def __init__(self, replicas: fddp.Group) -> None:
+        self.let, self.most, self.sent, self.seconds, self.broken = math.inf, 0, 0, 0.0, False
+        self._now, self._own, self._changed = 0, replicas.transport, threading.Condition()
+        lanes = self._own, self._own._replace(all_reduce=self.all_reduce)
+        self.group = replace(replicas, clone=lambda count: lanes, journal=Journal(), lane=Lane())
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.let > 0, 60)
+            self.let -= 1
+        time.sleep(self.seconds)
+        self._now, self.sent = self._now - 1, self.sent + 1
+        if self.broken:
+            raise ArithmeticError("the wire is broken")
+        return self._own.all_reduce(x)
+
+    @contextmanager
+    def letting(self, messages: int) -> Iterator[None]:
+        """So many come back, and those behind them at the end."""
+        self.let = messages
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.let = math.inf
+                self._changed.notify_all()
+
+
+def begun(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A step that is compiled, and a state of which all is there."""
+    step = trainer(wire.group, **options)
+    state, _ = step(step.init(PARAMS), batch(0))
+    return step, jax.block_until_ready(state)
+
+
+LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
+    "a field": lambda state: state.params,
+    "a number": lambda state: state[1],
+    "unpacked": lambda state: [*state],
+    "added": lambda state: state + (),  # noqa: RUF005
+    "multiplied": lambda state: 1 * state * 1,
+    "leaves": jax.tree.leaves,
+    "paths": jax.tree_util.tree_leaves_with_path,
+    "given to a program": jax.jit(lambda state: state.params["skipped"]),
+    "changed": lambda state: state._replace(rng=None),
+    "printed": repr,
+    "copied": copy.copy,
+    "pickled": pickle.dumps,
+    "put together": fddp.whole,
+    "evaluated": lambda state: fddp.evaluate(tied_net, state, [TOKENS]),
+}
+
+
 @pytest.mark.steps
-def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Groups, x64: None, n: int):
+def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: Groups, x64: None):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    looked = list[str]()
+    with wire.letting(1):
+        state, info = step(state, batch(1))
+        assert np.isfinite(info.loss) and int(np.sum(info.sent)) == 0, "it has returned"
+        assert int(state.step) == 2, "of this nothing is on its way"
+
+        def look(name: str) -> None:
+            LOOKS[name](state)
+            looked.append(name)
+
+        threads = [threading.Thread(target=with_configuration(look), args=[name]) for name in LOOKS]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        assert not looked
+    for thread in threads:
+        thread.join(60)
+    assert sorted(looked) == sorted(LOOKS)
+    assert state.params is state.params
+    assert_close(state.params, plain(PARAMS, 2))
+    assert jax.tree.structure(state) == jax.tree.structure(step.init(PARAMS))
+
+
+@pytest.mark.steps
+def test_the_next_forward_pass_begins_before_the_last_sum_is_back(group: Groups, x64: None, monkeypatch):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    for k in range(1, STEPS):  # then it is the turn of the order in which the sum that is used first is not the last
+        state, _ = step(state, batch(k))
+    jax.block_until_ready(state)
+    said, messages = list[str](), len(step.plan.buckets)
+    monkeypatch.setattr(wire.group.journal, "say", said.append)
+    with wire.letting(messages - 1):
+        state, _ = step(state, batch(STEPS))
+        said.clear()
+        ended = list[Any]()
+        thread = threading.Thread(target=with_configuration(lambda: ended.append(step(state, batch(STEPS + 1)))))
+        thread.start()
+        assert poll(lambda: "stage 3" in said, 60) and not ended
+    thread.join(60)
+    ((state, _),) = ended
+    assert_close(state.params, plain(PARAMS, STEPS + 2))
+
+
+@pytest.mark.steps
+def test_the_first_steps_try_both_orders_of_the_messages_and_train_as_any(group: Groups, x64: None, monkeypatch):
+    wire, sent, took = Wire(group(1)), list[str](), list[tuple[str, ...]]()
+    noted = wire.group.journal.message
+
+    def message(title: str, nbytes: int) -> Any:
+        sent.append(title)
+        return noted(title, nbytes)
+
+    monkeypatch.setattr(wire.group.journal, "message", message)
+    step = trainer(wire.group)
+    state = step.init(PARAMS)
+    for k in range(2 * TURNS * STEPS + 2):
+        state, _ = step(state, batch(k))
+        jax.block_until_ready(state)
+        took.append(tuple(sent))
+        sent.clear()
+    ready, put_off = took[0], took[STEPS]
+    assert ready != put_off and sorted(ready) == sorted(put_off)
+    assert took[: 2 * TURNS * STEPS] == [*([ready] * STEPS), *([put_off] * STEPS)] * TURNS
+    assert took[-2] == took[-1] == tuple(one.reduction.title for one in step.tasks(state, TOKENS).messages)
+    assert_close(state.params, plain(PARAMS, len(took)))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.steps
+def test_replicas_of_one_process_are_trained_as_one_is(group: Groups, x64: None, n: int):
     step = trainer(group(n))
     state = step.init(PARAMS)
     for k in range(6):
-        state, _ = step(state, np.roll(TOKENS, k, axis=0))
-    got = fddp.whole(state.params, group=group(n))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, plain(PARAMS, 6))
+        state, _ = step(state, batch(k))
+    assert_close(state.params, plain(PARAMS, 6))
+
+
+@pytest.mark.steps
+def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Groups, x64: None):
+    wire = Wire(group(1))
+    wire.seconds = 0.02
+    step, state = begun(wire)
+    returned = list[bool]()
+    for k in range(1, 6):
+        state, _ = step(state, batch(k))
+        returned.append(wire.sent < (k + 1) * len(step.plan.buckets))
+    assert all(returned), "each returned before its last sum was back"
+    assert_close(state.params, plain(PARAMS, 6))
 
 
 @pytest.mark.steps
 def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: None):
-    """An earlier one, a copy, one that was changed: what is under way belongs to none of them."""
-    step = trainer(group(2), donate=False)
+    """An earlier one, a copy, one that was changed."""
+    wire = Wire(group(1))
+    wire.seconds = 0.02
+    step = trainer(wire.group, donate=False)
     first = step.init(PARAMS)
-    second, _ = step(first, TOKENS)
-    third, _ = step(second, np.roll(TOKENS, 1, axis=0))
-    again, _ = step(first, TOKENS)  # third is under way
-    copied, _ = step(jax.tree.map(jnp.copy, again), np.roll(TOKENS, 1, axis=0))
+    second, _ = step(first, batch(0))
+    third, _ = step(second, batch(1))
+    again, _ = step(first, batch(0))  # third was under way
+    copied, _ = step(jax.tree.map(jnp.copy, again), batch(1))
     jax.tree.map(np.testing.assert_array_equal, copied, third)
     halved = third._replace(params=jax.tree.map(lambda x: x / 2, third.params))
     got, info = step(halved, TOKENS)
-    whole = fddp.whole(halved.params, group=group(2))
-    np.testing.assert_allclose(info.loss, tied_net(whole, TOKENS), rtol=1e-12)
+    np.testing.assert_allclose(info.loss, tied_net(halved.params, TOKENS), rtol=1e-12)
     assert int(got.step) == 3
 
 
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after", "eager"])
 @pytest.mark.steps
-def test_after_an_error_a_step_goes_on_from_the_state_that_is_there(group: Groups, x64: None):
-    step = trainer(group(2), donate=False)
-    state, _ = step(step.init(PARAMS), TOKENS)
+def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, schedule: Any):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    with wire.letting(1):
+        state, _ = step(state, batch(1))
+    other = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
+    for k in (2, 3):
+        state, _ = other(state, batch(k))
+    assert_close(state.params, plain(PARAMS, 4))
+
+
+@pytest.mark.steps
+def test_a_state_that_a_step_will_write_to_is_used_up_at_once(group: Groups):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    for _ in range(2):  # of arrays at first, and of promises then
+        with wire.letting(1):
+            later, _ = step(state, batch(1))
+            with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
+                step(state, batch(1))
+        jax.block_until_ready(later)
+        state = later
+    later, _ = step(state, batch(1))
+    jax.block_until_ready(later)
+    step(later, batch(2))
+    with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
+        step(state, batch(1))
+
+
+@pytest.mark.steps
+def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
+    wire = Wire(group(1))
+    step, state = begun(wire)
+    with pytest.raises(ArithmeticError, match="the user's own"), wire.letting(1):
+        state, _ = step(state, batch(1))
+        raise ArithmeticError("the user's own")
     with pytest.raises(ValueError, match="rows"):
-        step(state, TOKENS[:3])
-    state, _ = step(state, np.roll(TOKENS, 1, axis=0))
-    got = fddp.whole(state.params, group=group(2))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, plain(PARAMS, 2))
+        step(state, {"rows": ()})
+    state, _ = step.no_sync(state, batch(2))
+    state, _ = step(state, batch(2))
+    assert_close(state.params, plain(PARAMS, 3))
 
 
 @pytest.mark.steps
-def test_a_schedule_that_sends_nothing_ahead_would_be_noticed(group: Groups, monkeypatch: pytest.MonkeyPatch):
-    """What a step leaves is what the next one uses: it gathers nothing anew."""
-    opened = list[int]()
-    was = Crossing._open
-    monkeypatch.setattr(Crossing, "_open", lambda self, *args: (opened.append(1), was(self, *args))[1])
-    step = trainer(group(2), donate=False)
-    first = step.init(PARAMS)
-    state = first
-    for _ in range(4):
-        state, _ = step(state, TOKENS)
-    assert len(opened) == 1, "the first step alone"
-    for _ in range(3):
-        state, _ = step(first, TOKENS)
-    # What the first of these left was for nobody; so the second leaves nothing, and the third does again.
-    assert len(opened) == 4
+def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(group: Groups):
+    wire = Wire(group(1))
+    step, state = begun(wire, donate=False)
+    with wire.letting(1):
+        late, _ = step(state, batch(1))
+        wire.broken = True
+    with pytest.raises(ArithmeticError, match="the wire is broken"):
+        print(late.params)
+    wire.broken = False
+    with pytest.raises(ArithmeticError, match="the wire is broken"):
+        step(late, batch(2))
+    again, _ = step(state, batch(1))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(again.params))
+
+
+def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
+    """Makes a call while nothing but the first sum comes back; what it returned or raised when all were let."""
+    ended = list[Any]()
+
+    def run() -> None:
+        try:
+            ended.append(call())
+        except ArithmeticError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=with_configuration(run))
+    with wire.letting(1):
+        thread.start()
+        time.sleep(0.5)
+        assert not ended
+    thread.join(60)
+    return ended
 
 
 @pytest.mark.steps
-def test_a_timeline_tells_what_lay_between_the_begin_and_the_end_of_its_step(group: Groups):
-    step = trainer(group(2))
-    state = step.init(PARAMS)
-    for _ in range(3):
-        state, _ = step(state, TOKENS)
-    line = step.timeline()
-    begin, end = min(span.start for span in line.compute), max(span.end for span in line.updates)
-    assert line.compute and line.updates and all(span.seconds >= 0 for span in line.spans)
-    assert all(begin - 1 <= span.start <= span.end <= end + 1 for span in line.communication)
-    assert {span.name for span in line.communication} >= {f"bucket {k}" for k in range(len(step.plan.buckets))}
-
-
-def test_eager_is_for_all_of_a_state_and_for_losses_without_collectives(group: Groups):
-    with pytest.raises(ValueError, match="Give shard='state', or no shard at all"):
-        fddp.train_step(tied_net, optax.adam(0.05), group=group(2), schedule="eager", shard="optimizer")
-    with pytest.raises(ValueError, match=r"collectives in the loss \(psum"):
-        step = fddp.train_step(
-            lambda w, x: jax.lax.psum(jnp.mean(w * x), "replica"), optax.sgd(0.1), group=group(2), schedule="eager",
-            shard="state",
-        )  # fmt: skip
-        step(step.init(jnp.ones(4)), np.ones((4, 4), np.float32))
-    step = trainer(group(2))
-    state = step.init(PARAMS)
-    with jax.disable_jit(), pytest.raises(ValueError, match=r"under jax.disable_jit\(\).*schedule='eager'"):
-        step(state, TOKENS)
-
-
-def test_print_of_an_eager_step_s_tasks_shows_a_step_in_the_middle_of_training(group: Groups):
-    step = trainer(group(2))
-    tasks = step.tasks(step.shapes(PARAMS), jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)).tasks
-    assert tasks[0].kind == "compute"
-    assert [task for task in tasks if isinstance(task, Communicate)][-1].name.startswith("gather")
-
-
-@pytest.mark.steps
-def test_whole_parameters_live_until_their_last_use_and_no_longer(group: Groups, monkeypatch: pytest.MonkeyPatch):
-    """When the last update begins, nothing reads what this step was brought: it makes room for the next step's."""
-    brought, left = list[Any](), list[int]()
-    updating, was = Crossing._updating, Crossing._left
-
-    def noting(self: Crossing, of: Any) -> Any:
-        here, crosses = was(self, of)
-        brought[:] = [weakref.ref(one.result()) for one in here.brought.values()] if here else []
-        return here, crosses
-
-    def watched(self: Crossing, *args: Any, **kwargs: Any) -> Any:
-        do = updating(self, *args, **kwargs)
-
-        def watching(task: Task, read: Any) -> Any:
-            if any(name.startswith("result") for name in task.writes):
-                poll(lambda: not any(one() is not None for one in brought), 2.0)
-                left.append(sum(one() is not None for one in brought))
-            return do(task, read)
-
-        return watching
-
-    monkeypatch.setattr(Crossing, "_left", noting)
-    monkeypatch.setattr(Crossing, "_updating", watched)
-    step = trainer(group(2))
-    state = step.init(PARAMS)
-    for _ in range(3):
-        state, _ = step(state, TOKENS)
-    assert len(brought) > 1 and left[-1] == 0
-
-
-def test_a_timeline_is_told_while_other_threads_note_their_tasks(monkeypatch: pytest.MonkeyPatch):
-    log, module = Log(), sys.modules[Log.__module__]
-    log.begin()
-    log.add(Span("communication", "gather 0", 0.0, time.perf_counter()))
-    log.end()
-
-    def leaving(span: Span, **times: float) -> Span:
-        log.add(Span("communication", "gather 1", 0.0, 1.0))
-        return replace(span, **times)
-
-    monkeypatch.setattr(module, "replace", leaving)
-    assert [span.name for span in log.timeline().spans] == ["gather 0"]
-
-
-def test_of_a_task_that_goes_on_beyond_its_step_each_step_tells_its_part():
-    log, task = Log(), Compute("bucket 3", (), ())
-    log.begin()
-    with log.under_way(task):
-        log.end()
-        (before,) = log.timeline().spans
-        log.begin()
-    log.end()
-    (after,) = log.timeline().spans
-    assert before.name == after.name == "bucket 3" and before.start < before.end <= after.start < after.end
-    log.begin()
-    log.end()
-    assert not log.timeline().spans, "what was over is forgotten"
-
-
-### What is under way beside other things
-
-
-class Wire:
-    """A transport of one replica, slow enough that what is under way at once is seen."""
-
-    def __init__(self, replicas: fddp.Group) -> None:
-        self._now, self.most, self._own = 0, 0, replicas.transport
-        self.transport = self._own._replace(all_gather=self.slow, reduce_scatter=self.slow)
-
-    def slow(self, x: jax.Array) -> jax.Array:
-        self._now += 1
-        self.most = max(self.most, self._now)
-        time.sleep(0.01)
-        self._now -= 1
-        return x
-
-
-def test_after_an_error_gathers_wait_for_those_that_are_still_under_way(group: Groups, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Groups, monkeypatch):
     wire, told = Wire(group(1)), list[str]()
-    replicas = replace(group(1), clone=lambda count: (group(1).transport, wire.transport), journal=Journal())
-    step = trainer(replicas, donate=False)
-    state, _ = step(step.init(PARAMS), TOKENS)
+    step, state = begun(wire, donate=False)
+    last = max(int(task.name.split()[1]) for task in step.tasks(state, TOKENS).tasks if task.kind == "compute")
 
     def say(doing: str) -> None:
         told.append(doing)
-        if doing == "stage 0" and told.count(doing) == 1:
+        if doing == f"stage {last}" and told.count(doing) == 1:
             raise ArithmeticError("on purpose")
 
-    monkeypatch.setattr(replicas.journal, "say", say)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        step(state, TOKENS)
-    step(state, TOKENS)
+    monkeypatch.setattr(wire.group.journal, "say", say)
+    (error,) = waits_for_all(wire, lambda: step(state, TOKENS))
+    assert isinstance(error, ArithmeticError) and str(error) == "on purpose"
+    jax.block_until_ready(step(state, TOKENS))
     assert wire.most == 1
 
 
-def test_where_gathers_have_no_communicator_of_their_own_they_are_sent_in_turn_with_scatters(group: Groups):
-    """Such a group sums over nodes first (`group.hierarchical`), with Gloo."""
+@pytest.mark.steps
+def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
     wire = Wire(group(1))
-    step = trainer(replace(group(1), transport=wire.transport, clone=lambda count: (wire.transport,)))
-    state = step.init(PARAMS)
-    for _ in range(3):
-        state, _ = step(state, TOKENS)
+    own = wire.group.transport._replace(all_reduce=wire.all_reduce)
+    step = trainer(replace(wire.group, transport=own, clone=lambda count: (own,)))
+    state, _ = step(step.init(PARAMS), batch(0))
+    waits_for_all(wire, lambda: step(state, batch(1)))
     assert wire.most == 1
 
 
-def test_steps_that_are_called_in_turns_send_their_gathers_one_after_the_other(group: Groups):
+@pytest.mark.steps
+def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(group: Groups, x64: None, monkeypatch):
+    """A clip by the global norm."""
+    optimizer, wire = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)), Wire(group(1))
+    step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
+    state, expected = step.init(PARAMS), (jax.tree.map(jnp.asarray, PARAMS), optimizer.init(PARAMS))
+    for k in range(3):
+        state, _ = step(state, batch(k))
+        updates, held = optimizer.update(jax.grad(tied_net)(expected[0], batch(k)), expected[1], expected[0])
+        expected = optax.apply_updates(expected[0], updates), held
+    assert_close(state.params, expected[0])
+    jax.block_until_ready(state)
+    said, messages = list[str](), len(step.plan.buckets)
+    with wire.letting(messages - 1):
+        state, _ = step(state, batch(3))
+        monkeypatch.setattr(wire.group.journal, "say", said.append)
+        thread = threading.Thread(target=with_configuration(lambda: step(state, batch(4))))
+        thread.start()
+        time.sleep(0.5)
+        assert "stage 1" not in said, "the first stage that reads a parameter"
+    thread.join(60)
+    assert "stage 1" in said
+
+
+@pytest.mark.steps
+def test_steps_that_are_local_for_a_while_promise_what_is_late_as_others_do(group: Groups, x64: None):
     wire = Wire(group(1))
-    # Groups are made anew wherever one is asked for, and XLA has one Gloo communicator for them all.
-    made = [fddp.mesh_group(Mesh(np.array(jax.devices()[:1]), "replica")) for _ in range(2)]
-    lanes = made[0].transport, wire.transport
-    steps = [trainer(replace(one, clone=lambda count: lanes)) for one in made]
-    states = [step.init(PARAMS) for step in steps]
-    for _ in range(3):
-        states = [step(state, TOKENS)[0] for step, state in zip(steps, states)]
-    assert wire.most == 1
+    optimizer = fddp.local_steps(optax.sgd(0.05), every=2)
+    step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
+    state, expected = step.init(PARAMS), jax.tree.map(jnp.asarray, PARAMS)
+    for k in range(6):
+        state, _ = step(state, batch(k))
+        expected = jax.tree.map(lambda x, g: x - 0.05 * g, expected, jax.grad(tied_net)(expected, batch(k)))
+        assert int(state.step) == k + 1
+    assert_close(fddp.whole(state.params, group=wire.group), expected)
+
+
+def test_gradients_are_returned_when_all_are_there(group: Groups, x64: None):
+    f = fddp.value_and_grad(tied_net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
+    for k in range(3):
+        assert_close(f(PARAMS, batch(k)), jax.value_and_grad(tied_net)(PARAMS, batch(k)))

@@ -17,6 +17,7 @@ from fddp.schedules import in_one_piece, in_one_program, in_order, in_stages, on
 from fddp.schedules.lists import stages_of
 from fddp.schedules.pieces import Pieces
 from fddp.schedules.programs import compiled
+from fddp.schedules.queues import HERE, freed
 from fddp.schedules.tasks import TaskList
 from fddp.schedules.timeline import outline
 
@@ -160,7 +161,8 @@ def made(
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
     whole = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
-    programs = compiled(placement, whole, values, donate, lambda what: nullcontext())
+    gives = freed([tasks], lambda task: HERE) if donate else {}
+    programs = compiled(placement, whole, values, gives, lambda what: nullcontext())
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))
     return [values[name] for name in results], programs, leaves

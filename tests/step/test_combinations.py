@@ -1,4 +1,4 @@
-"""What does not go together is refused by one table, which the docs show."""
+"""Options that do not go together are refused by one table, which the docs show."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -10,16 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from problems import square
 
 import fddp
 from fddp.step.options import OptionArguments
 
 CALLS = Path(__file__).with_name("typed_calls.py")
 LET_PASS = re.compile(r"  # pyright: ignore\[.*\]$")
-
-
-def square(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.mean((x - w) ** 2)
 
 
 ### Types

@@ -1,4 +1,4 @@
-"""What a training step keeps, gives up, broadcasts, folds and leaves alone."""
+"""A training step keeps some arrays, gives others up, broadcasts buffers and folds keys."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import square
+from trees import same_bits
 
 import fddp
 from fddp.jaxpr import refuse_deleted
@@ -18,18 +20,9 @@ pytestmark = pytest.mark.steps
 X = np.arange(16, dtype=np.float32) / 8
 
 
-def square(w: Any, x: Any) -> Any:
-    return jnp.mean((x - w) ** 2)
-
-
 def shards(x: jax.Array) -> list[Any]:
     """What each replica has, in order."""
     return [np.asarray(shard.data) for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)]
-
-
-def same_bits(got: Any, expected: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.fixture
@@ -55,7 +48,7 @@ def test_loss_and_metrics_are_means_over_all_rows(group, n, steps):
 
 
 def test_losses_of_16_bits_are_averaged_in_32(make):
-    step = make(lambda w, x: jnp.mean((x - w) ** 2).astype(jnp.bfloat16))
+    step = make(lambda w, x: square(w, x).astype(jnp.bfloat16))
     _, info = step(step.init(np.float32(0)), np.sqrt(np.array([256, 0, 256, 0, 16, 16, 16, 16], np.float32)))
     # 128, 128, 16 and 16 on the replicas.
     assert info.loss.dtype == jnp.float32 and float(info.loss) == 72

@@ -1,4 +1,4 @@
-"""Claims about the records of a job that ended: `python -m fddp flight`."""
+"""Records of a job that ended: `python -m fddp flight`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a rank's own thread writes down for its watcher."""
+"""A rank's own thread writes down for its watcher how the rank stands."""
 
 import gc
 import sys

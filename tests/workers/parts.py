@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from workers.claims import error_of
+from on_ranks.claims import error_of
 
 import fddp
 

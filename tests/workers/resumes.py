@@ -15,20 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from problems import with_dropout
 
 import fddp
 
 ROWS = np.random.default_rng(5).normal(size=(48, 3)).astype(np.float32)
-
-
-def loss_fn(params, x, *, model_state, rng):
-    """Dropout, and buffers that enter the loss."""
-    mean = 0.9 * model_state + jnp.mean(x, axis=0)
-    x = x * jax.random.bernoulli(rng, 0.7, x.shape) - mean
-    return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2), (mean, None)
 
 
 def digest(state: fddp.TrainState) -> str:
@@ -43,7 +36,7 @@ def main(folder: Path, steps: int, *kills: str) -> None:
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
     virtual = int(os.environ.get("VIRTUAL_REPLICAS", 0)) or None
     options: Any = {"virtual_replicas": virtual} if virtual else {"hook": fddp.hooks.topk(0.4)}
-    step = fddp.train_step(loss_fn, optimizer, group=group, bucket_cap_mb=0, **options)
+    step = fddp.train_step(with_dropout, optimizer, group=group, bucket_cap_mb=0, **options)
     params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32)}
     state = step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
     with fddp.Checkpoints(folder / "saved", step, every=4) as checkpoints:

@@ -1,0 +1,215 @@
+"""The launcher: it runs any list of tasks, computes on the calling thread, and does all else beside that.
+
+What differs between schedules is given to it: the queue of a task, the queues that may go on after the step, and the
+results that may come late. Three things hold for all of them. The messages of a queue leave in the order of the list,
+after an error too: those that were made, the same on all ranks. An error waits for all that is under way before it is
+raised, for whoever catches it may begin anew, and messages of two steps would mix. And the messages that a step leaves
+under way go in the group's lane, where those of several steps never meet.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from fddp.comm import Group, Recovery
+from fddp.hooks import Memory
+from fddp.jax_internals import asked_for, with_configuration
+from fddp.schedules.programs import Prepared
+from fddp.schedules.queues import HERE, Do, Queues, Routes
+from fddp.schedules.send import Sent, bytes_of
+from fddp.schedules.shown import wait_for
+from fddp.schedules.step_log import StepLog
+from fddp.schedules.tasks import BYTES, Communicate, Task
+from fddp.schedules.timeline import Span
+
+Send: TypeAlias = Callable[..., Sent]
+
+
+class Launched(NamedTuple):
+    """A list after its launch, and what of it goes on."""
+
+    results: dict[str, Any]
+    """The values that were wanted; futures of those that come late."""
+    jobs: Mapping[str, Future[None]]
+    """The queues beside the calling thread's, by name."""
+    sent: Mapping[str, Sent]
+    """The messages that are over, by the names of what was sent, without their sums."""
+
+
+NOTHING = Launched({}, {}, {})
+
+
+class Launcher:
+    """Launches lists of tasks, one after the other; its threads live as long as the step."""
+
+    def __init__(self, group: Group, lanes: Collection[str] = (), ahead: int = 1) -> None:
+        """Args:
+        group: the replicas.
+        lanes: the queues whose messages may be under way when the step has returned.
+        ahead: the number of programs that are launched while one runs, so that the core never waits for Python.
+        """
+        self._group = group
+        self._lanes = lanes
+        self._ahead = ahead
+        # Of each thread that ends the C library keeps a little, so these live on.
+        self._threads = dict[str, ThreadPoolExecutor]()
+        self._jobs: Mapping[str, Future[None]] = {}
+        self.log = StepLog()
+
+    def launch(
+        self,
+        now: Prepared,
+        routes: Routes,
+        values: dict[str, Any],
+        *,
+        memory: Memory = (),
+        sends: Mapping[str, Send] = MappingProxyType({}),
+        before: Launched = NOTHING,
+        late: Mapping[str, Future[Any]] = MappingProxyType({}),
+    ) -> Launched:
+        """Runs a list until its computing is over, and all results are there that may not come late.
+
+        Args:
+          now: its programs.
+          routes: the tasks, those of the list or some of them.
+          values: those that are there at first, or futures of them; they are taken over.
+          memory: of the hooks.
+          sends: (queue) → what sends its messages; as the list was prepared for queues that are left out.
+          before: what was launched for this very step before; its updates wait for that.
+          late: futures of the results that may come late; without any nothing goes on.
+
+        Returns:
+          The results, and what goes on.
+        """
+        queues = Queues(routes, values, late)
+        values.clear()
+        sent = dict[str, Sent]()
+        jobs = self._jobs = dict[str, Future[None]]()
+
+        def sending(queue: str) -> Do:
+            one = sends.get(queue, now.send)
+            others = [other for other in routes.speaking if other not in {queue, *self._lanes}]
+            return self._sending(now, one, memory, sent, before, lambda: [jobs[other] for other in others])
+
+        updating = self._updating(now, before)
+        computing, idle = self._computing(now)
+        work = with_configuration(queues.work)
+        try:
+            for queue in routes.queues:
+                if queue != HERE:
+                    jobs[queue] = self._start(work, queue, _by_kind(sending(queue), updating))
+            queues.work(HERE, _by_kind(sending(HERE), computing), idle)
+            results = {name: x if name in late else _there(x) for name, x in queues.kept().items()}
+            for queue, job in jobs.items():
+                if not (late and (queue in self._lanes or routes.makes(queue, late))):
+                    job.result()
+        except BaseException:
+            wait([*before.jobs.values(), *jobs.values()])
+            raise
+        return Launched(results, jobs, sent)
+
+    def failed(self) -> bool:
+        """Whether a queue of the last launch has failed meanwhile; that is told once."""
+        failed = any(job.done() and job.exception() for job in self._jobs.values())
+        self._jobs = {} if failed else self._jobs
+        return failed
+
+    def _start(self, work: Callable[[str, Do], None], queue: str, do: Do) -> Future[None]:
+        """Starts a queue on its thread."""
+        if queue not in self._threads:
+            self._threads[queue] = ThreadPoolExecutor(1, f"fddp-{queue}")
+        thread = self._threads[queue]
+        return self._group.lane.add(thread, work, queue, do) if queue in self._lanes else thread.submit(work, queue, do)
+
+    def _computing(self, now: Prepared) -> tuple[Do, Callable[[], None]]:
+        """Makes a function that launches a program while others run, and one that waits for all that were launched."""
+        launched = deque[tuple[Task, Sequence[Any], float]]()
+        clock = perf_counter()
+
+        def wait_until(most: int) -> None:
+            nonlocal clock
+            while len(launched) > most:
+                task, made, since = launched.popleft()
+                wait_for(task.name, made)
+                self.log.add(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            since = perf_counter()
+            self._group.journal.say(task.name)
+            made = now.programs[task.name](*read)
+            launched.append((task, made, since))
+            wait_until(self._ahead)
+            return made
+
+        return do, lambda: wait_until(0)
+
+    def _updating(self, now: Prepared, before: Launched) -> Do:
+        """Makes a function that runs an update and waits for it."""
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            for job in before.jobs.values():  # they may still read the memory that the update writes to
+                job.result()
+            # A collective of MPI takes a token along, which is new in each thread.
+            with self.log.under_way(task), asked_for():
+                return wait_for(task.name, now.programs[task.name](*read))
+
+        return do
+
+    def _sending(
+        self,
+        now: Prepared,
+        send: Send,
+        memory: Memory,
+        sent: dict[str, Sent],
+        before: Launched,
+        others: Callable[[], Sequence[Future[None]]],
+    ) -> Do:
+        """Makes a function that sends a message and waits for it; the last one tells the bytes of all."""
+        numbers = {task.reads[0]: number for number, task in enumerate(now.listed.messages)}
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            message, *asked = jax.block_until_ready(read)
+            with self.log.under_way(task) as note:
+                one = send(numbers[task.reads[0]], memory, lambda: asked[0], message)
+                note(one.span)
+            # Without the sum, which is to live no longer than until its last reader has it.
+            sent[task.reads[0]] = one._replace(total=None)
+            return one.total, *([told()] if BYTES in task.writes else [])
+
+        def told() -> Any:
+            for job in (*before.jobs.values(), *others()):
+                job.result()
+            return bytes_of(self._group, [sent.get(name) or before.sent[name] for name in numbers])
+
+        return do
+
+
+def own_lane(group: Group) -> tuple[Group, bool]:
+    """Gives the same replicas another communicator, for messages that leave between two steps.
+
+    Such messages belong to no step that may be tried again.
+
+    Args:
+      group: the replicas.
+
+    Returns:
+      The group, and whether its messages may be under way beside others. They may not where there is no second
+      communicator. Nor may they on GPUs: each has one queue for what several threads launch, in any order.
+    """
+    own = group.clone(2)
+    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
+    return lane, len(own) > 1 and group.backend != "nccl"
+
+
+def _by_kind(sending: Do, computing: Do) -> Do:
+    return lambda task, read: (sending if isinstance(task, Communicate) else computing)(task, read)
+
+
+def _there(x: Any) -> Any:
+    return x.result() if isinstance(x, Future) else x

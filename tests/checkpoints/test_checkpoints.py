@@ -1,0 +1,304 @@
+"""Checkpoints: training that ended goes on as if it had not, whatever happened to the files meanwhile."""
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import with_dropout
+from trees import bits, same_arrays
+
+import fddp
+
+pytestmark = pytest.mark.steps
+
+ROWS = np.random.default_rng(5).normal(size=(40, 3)).astype(np.float32)
+
+
+def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A step that uses all of a state: the scale of the loss grows, and the hook remembers what it did not send."""
+    optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
+    step = fddp.train_step(with_dropout, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
+    params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32), "empty": np.zeros((0, 2), np.float32)}
+    return step, step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
+
+
+def train(
+    step: fddp.TrainStep, state: fddp.TrainState, until: int, checkpoints: fddp.Checkpoints | None = None
+) -> tuple[fddp.TrainState, list[float]]:
+    """Trains up to a step, on the rows that belong to each; the losses."""
+    rows = fddp.samples(len(ROWS), 8, start_step=int(state.step))
+    losses = list[float]()
+    for number in islice(rows, until - int(state.step)):
+        state, info = step(state, ROWS[number])
+        losses.append(float(info.loss))
+        if checkpoints:
+            checkpoints.save(state)
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 2, 4 and 6 of a training that ended after its seventh."""
+    folder = tmp_path_factory.mktemp("ended")
+    step, state = make(fddp.mesh_group(jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])))
+    with fddp.Checkpoints(folder, step, every=2) as checkpoints:
+        train(step, state, 7, checkpoints)
+    return folder
+
+
+@pytest.fixture
+def trained(ended: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(ended, tmp_path / "saved"))
+
+
+def restored(folder: Path, group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    step, state = make(group)
+    with fddp.Checkpoints(folder, step, every=2) as checkpoints:
+        return step, checkpoints.restore(state)[0]
+
+
+def test_a_training_that_ended_goes_on_bit_for_bit(trained: Path, group: Callable[[int], fddp.Group]):
+    calm, losses = train(*make(group(2)), 12)
+    step, state = restored(trained, group(2))
+    assert int(state.step) == 6
+    assert any(np.any(left) for left in jax.tree.leaves(state.hook_state)), "the hook remembers something"
+    state, later = train(step, state, 12)
+    assert later == losses[6:]
+    same_arrays(state, calm)
+
+
+def test_where_there_is_none_training_begins(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path / "none", step) as checkpoints:
+        assert checkpoints.restore(state) == (state, None)
+
+
+def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
+    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    step, state = make(group(1))
+    with fddp.Checkpoints(tmp_path, step, every=3, keep=2) as checkpoints:
+        saved = list[int]()
+        for number in range(1, 9):
+            state, _ = step(state, ROWS[:8])
+            if checkpoints.save(state, {"row": number}, now=number == 8):
+                saved.append(number)
+        assert not checkpoints.save(state, now=True), "this one is saved already"
+    assert saved == [3, 6, 8]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
+    step, fresh = make(group(1))
+    with fddp.Checkpoints(tmp_path, step, every=3) as checkpoints:
+        again, place = checkpoints.restore(fresh)
+        same_arrays(again, state)
+        assert place == {"row": 8}
+        again, _ = step(again, ROWS[:8])
+        assert checkpoints.save(again), "the ninth"
+    assert capfd.readouterr().err == f"fddp: training goes on from step 8, from {tmp_path}.\n"
+
+
+def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
+        state, _ = step.no_sync(state, ROWS[:8])
+        assert not checkpoints.save(state)
+        state, _ = step(state, ROWS[:8])
+        assert checkpoints.save(state)
+        pending, _ = step.no_sync(state, ROWS[8:16])
+        assert not checkpoints.save(pending)
+
+
+def test_pending_gradients_are_saved_when_asked_and_come_back(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step, state = make(group(2))
+    state, _ = step(state, ROWS[:8])
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state)
+        state, _ = step(state, ROWS[:8])
+        state, _ = step.no_sync(state, ROWS[8:16])
+        assert checkpoints.save(state, now=True)
+    other, fresh = make(group(2))
+    with fddp.Checkpoints(tmp_path, other) as checkpoints:
+        with pytest.raises(ValueError, match=r"accumulated/(?s:.*)give a state that step.no_sync returned"):
+            checkpoints.restore(fresh)
+        pending, _ = other.no_sync(fresh, ROWS[:8])
+        same_arrays(checkpoints.restore(pending)[0], state)
+
+
+### What happens to files
+
+
+def newest(folder: Path) -> Path:
+    return folder / "6"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_where_a_byte_has_changed_in_any_file_the_checkpoint_before_is_taken(
+    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+):
+    calm, _ = train(*make(group(2)), 4)
+    step, like = make(group(2))
+    files = [path for path in newest(trained).rglob("*") if path.is_file() and path.stat().st_size]
+    for path in files:
+        size = path.stat().st_size
+        for place in {size // 3, size // 2, size - 1}:
+            flip(path, place)
+            with fddp.Checkpoints(trained, step, every=2) as checkpoints:
+                same_arrays(checkpoints.restore(like)[0], calm)
+            assert f"not whole: step 6 ({path.relative_to(newest(trained))} is damaged)" in capfd.readouterr().err
+            flip(path, place)
+
+
+def test_training_overwrites_what_is_damaged(trained: Path, group: Callable[[int], fddp.Group]):
+    next(newest(trained).rglob("manifest.ocdbt")).unlink()
+    step, state = restored(trained, group(2))
+    assert int(state.step) == 4
+    with fddp.Checkpoints(trained, step, every=2) as checkpoints:
+        state, _ = train(step, checkpoints.restore(state)[0], 6, checkpoints)
+    same_arrays(restored(trained, group(2))[1], state)
+
+
+def test_where_none_is_whole_nobody_begins_anew_unawares(trained: Path, group: Callable[[int], fddp.Group]):
+    for path in trained.rglob("manifest.ocdbt"):
+        path.write_bytes(b"nothing")
+    with pytest.raises(RuntimeError, match=r"none of the checkpoints is whole: step 6 \((?s:.*)step 2 \("):
+        restored(trained, group(2))
+
+
+def test_a_checkpoint_that_was_not_finished_counts_as_none(
+    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """As if the process had been killed when Orbax was ready, and the list of files was not written yet."""
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
+        calm, _ = train(step, state, 4, checkpoints)
+    (tmp_path / "4" / "fddp.json").unlink()
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
+        state, _ = checkpoints.restore(state)
+        assert int(state.step) == 0
+        assert "not finished, and count as none: step [4]" in capfd.readouterr().err
+        train(step, state, 4, checkpoints)
+    same_arrays(restored(tmp_path, group(2))[1], calm)
+
+
+def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
+        state, _ = step(state, ROWS[:8])
+        checkpoints.save(state)
+        again, _ = checkpoints.restore(state)
+        assert int(again.step) == 1
+        same_arrays(again, state)
+
+
+def test_an_older_checkpoint_is_not_removed_for_newer_ones(trained: Path, group: Callable[[int], fddp.Group]):
+    """Of a run that went on from an older one: what it has just saved stays."""
+    next((trained / "6").rglob("manifest.ocdbt")).unlink()
+    step, state = make(group(2))
+    with fddp.Checkpoints(trained, step, every=100, keep=1) as checkpoints:
+        state, _ = checkpoints.restore(state)
+        state, _ = step(state, ROWS[:8])
+        checkpoints.save(state, now=True)
+    assert sorted(path.name for path in trained.iterdir()) == ["5", "6"]
+
+
+def test_what_a_killed_process_began_to_write_is_removed(trained: Path, group: Callable[[int], fddp.Group]):
+    begun = trained / "8.orbax-checkpoint-tmp"
+    begun.mkdir()
+    (begun / "leaves").write_bytes(b"half")
+    _, state = restored(trained, group(2))
+    assert int(state.step) == 6 and not begun.exists()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may have more than one byte."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_nothing_older_and_is_told(
+    trained: Path, group: Callable[[int], fddp.Group], capsys: pytest.CaptureFixture[str]
+):
+    step, state = restored(trained, group(2))
+    checkpoints = fddp.Checkpoints(trained, step, every=2)
+    with full_disk():
+        state, _ = checkpoints.restore(state)
+        state, _ = train(step, state, 8, checkpoints)
+        checkpoints._writing.result()
+    assert "fddp: the checkpoint of step 8 could not be written" in capsys.readouterr().err
+    assert sorted(path.name for path in trained.iterdir()) == ["2", "4", "6"]
+    state, _ = train(step, state, 10, checkpoints)  # there is room again
+    checkpoints.close()
+    same_arrays(restored(trained, group(2))[1], state)
+
+
+def test_if_the_last_could_not_be_written_closing_says_so(trained: Path, group: Callable[[int], fddp.Group]):
+    step, state = restored(trained, group(2))
+    checkpoints = fddp.Checkpoints(trained, step, every=2)
+    with full_disk():
+        train(step, state, 8, checkpoints)
+        with pytest.raises(Exception, match=r"(?i)too large|exhausted|File size"):
+            checkpoints.close()
+
+
+### Another training
+
+
+def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
+    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+):
+    _, there = restored(trained, group(2))
+    step, state = restored(trained, group(4))
+    assert "it was on 2 replicas and is on 4" in capfd.readouterr().err
+    assert bits(state._replace(hook_state=())) == bits(there._replace(hook_state=()))
+    assert not any(np.any(left) for left in jax.tree.leaves(state.hook_state))
+    step(state, ROWS[:8])
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained: Path, group: Callable[[int], fddp.Group]):
+    step = fddp.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.adam(0.1), group=group(2))
+    says = r"of step 6 is of another training: it has params/b float32\[5\]; (?s:.*)lacks params/w float32\[3, 4\]"
+    with fddp.Checkpoints(trained, step) as checkpoints, pytest.raises(ValueError, match=says):
+        checkpoints.restore(step.init({"w": np.ones((3, 4), np.float32)}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [({"every": 0}, "every must be"), ({"keep": 0}, "keep must be"), ({"every": 2.5}, "2.5")]
+)
+def test_what_cannot_be_meant_is_refused(group: Any, tmp_path: Path, arguments: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=says):
+        fddp.Checkpoints(tmp_path, make(group(1))[0], **arguments)
+    with pytest.raises(TypeError, match=r"step must be a step from fddp\.train_step"):
+        fddp.Checkpoints(tmp_path, lambda state, batch: state)  # type: ignore
+
+
+def test_a_place_that_json_cannot_hold_is_refused(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step, state = make(group(1))
+    with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(TypeError, match="not JSON"):
+        checkpoints.save(state, {1, 2})  # which is not due
+
+
+def test_two_leaves_of_one_name_are_not_saved_as_one(group: Callable[[int], fddp.Group], tmp_path: Path):
+    step = fddp.train_step(lambda p, x: jnp.mean(x) * p["a/b"] * p["a"]["b"], optax.sgd(0.1), group=group(1))
+    state = step.init({"a/b": np.ones(()), "a": {"b": np.ones(())}})
+    with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(ValueError, match="are called 'params/a/b'"):
+        checkpoints.save(state)  # which is not due

@@ -1,0 +1,46 @@
+"""Ranks that go on after an error: together, or not at all. Claims of all ranks are in `on_ranks/recovery.py`."""
+
+from pathlib import Path
+
+import pytest
+from processes import PATIENT_S, ended, on
+
+pytestmark = pytest.mark.ranks
+NOT_TOGETHER = "RuntimeError: an earlier error left this rank at message 8 of its group, and not all ranks came back"
+SLOW = pytest.mark.slow
+TRIES = [
+    ("mpi", "again"),
+    ("gloo", "new"),
+    *(pytest.param(*one, marks=SLOW) for one in (("gloo", "again"), ("mpi", "new"))),
+]
+
+
+@pytest.mark.parametrize("backend, how", TRIES)
+def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(backend: str, how: str, tmp_path: Path):
+    _, last = ended(tmp_path, backend, how, "retries.py")
+    assert NOT_TOGETHER in last
+
+
+@on("mpi")
+def test_a_rank_that_failed_before_an_eager_step_sent_and_tries_again_ends_all(backend: str, tmp_path: Path):
+    """The others have used up what was gathered for this step."""
+    _, last = ended(tmp_path, backend, "before", "retries.py")
+    assert NOT_TOGETHER.replace("message 8", "message 11") in last
+
+
+@on("mpi")
+def test_so_does_one_while_sums_of_the_step_before_are_under_way(backend: str, tmp_path: Path):
+    _, last = ended(tmp_path, backend, "before, whole", "retries.py")
+    assert NOT_TOGETHER.replace("message 8", "message 3") in last
+
+
+@on("gloo")
+def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, tmp_path: Path):
+    _, last = ended(tmp_path, backend, "swallow", "retries.py")
+    assert "all went well" in last
+
+
+@on("mpi")
+def test_a_rank_too_late_from_an_error_of_all_hears_that_the_others_gave_up(backend: str, tmp_path: Path):
+    for output in ended(tmp_path, backend, "late", "retries.py", grace_s=PATIENT_S):
+        assert NOT_TOGETHER in output or "failed as the others did" in output

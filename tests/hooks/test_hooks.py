@@ -1,0 +1,546 @@
+"""Each bucket is summed as its hook says, on every schedule, and the bytes that travel are told.
+
+Hooks between processes are in `on_ranks/hooks.py`; bench/hooks.py asks how they train.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _pytest.mark.structures import ParameterSet
+from every_schedule import SCHEDULES
+from jax.sharding import PartitionSpec
+from trees import equal
+
+import fddp
+from fddp import hooks
+from fddp.comm.communicator import as_uint32
+
+pytestmark = pytest.mark.steps
+
+REPLICAS = 4
+RNG = np.random.default_rng(3)
+LOSSY = {
+    "bf16": hooks.bf16(),
+    "fp16": hooks.fp16(),
+    "quantize": hooks.quantize(block=16),
+    "topk": hooks.topk(0.25),
+    "chunks": hooks.chunks(0.25, chunk=8, momentum=0.5),
+    "adasum": hooks.adasum(),
+    "powersgd": hooks.powersgd(1, start_step=1),
+    "bf16 powersgd": hooks.bf16(hooks.powersgd(1, start_step=0)),
+}
+
+
+DEFAULTS = [hooks.bf16(), hooks.fp16(), hooks.quantize(), hooks.topk(0.2), hooks.chunks(), hooks.powersgd(start_step=0)]
+
+
+def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -> tuple[list[np.ndarray], Any]:
+    """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what it remembers."""
+    replicas = group(REPLICAS)
+    form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+
+    def one(mine: Any, memory: Any) -> tuple[Any, Any]:
+        memory = jax.tree.map(lambda x: x[0], memory)
+        total, memory = hook.apply(replicas.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
+        return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
+
+    own = replicas.placement.per_replica
+    program = replicas.placement.program(one, (own, own), (PartitionSpec(), own))
+    memory = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), hook.init(form))
+    totals = []
+    for contributions in (rows, *steps):
+        total, memory = program(contributions.reshape(-1, *rows.shape[2:]), memory)
+        totals.append(np.asarray(total))
+    return totals, memory
+
+
+def tier(kinds: Mapping[str, fddp.Hook | None], *quick: str) -> list[ParameterSet]:
+    """Hooks by name; all but some are slow."""
+    return [
+        pytest.param(hook, id=name, marks=[] if name in quick else [pytest.mark.slow]) for name, hook in kinds.items()
+    ]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+### What each hook sums
+
+
+def test_sixteen_bits_are_rounded_once_before_and_once_after_a_sum_in_float32(group):
+    rows = normal(REPLICAS, 37)
+    for hook, dtype, by in ((hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, REPLICAS)):
+        ((total,), _) = reduced(group, hook, rows)
+        rounded = (rows / by).astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(total, by * rounded.sum(0).astype(dtype).astype(np.float32))
+
+
+def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
+    rows = np.full((REPLICAS, 3), 30_000, np.float32)
+    assert reduced(group, hooks.fp16(), rows)[0][0].tolist() == [120_000] * 3
+    assert reduced(group, hooks.fp16(predivide=1), rows)[0][0].tolist() == [np.inf] * 3
+
+
+def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
+    small, large = np.full((REPLICAS, 3), 1e-9, jnp.bfloat16), np.full((REPLICAS, 3), 1 + 2**-10, np.float16)
+    for hook in (hooks.bf16(), hooks.fp16()):
+        np.testing.assert_array_equal(reduced(group, hook, small)[0][0], (small * REPLICAS)[0])
+        np.testing.assert_array_equal(reduced(group, hook, large)[0][0], (large * REPLICAS)[0])
+
+
+def test_integers_stay_integers(group):
+    rows = np.full((REPLICAS, 3), 4097, np.int32)
+    for hook in DEFAULTS:
+        ((total,), _) = reduced(group, hook, rows)
+        assert (total.dtype, total.tolist()) == (np.int32, [4097 * REPLICAS] * 3)
+
+
+def test_more_bytes_than_are_counted_are_told_as_the_most():
+    assert [int(as_uint32(sent)) for sent in (5, 2**40, jnp.uint32(7))] == [5, 2**32 - 1, 7]
+
+
+def test_complex_and_whole_numbers_are_not_harmed(group):
+    rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(np.complex64)
+    for hook in DEFAULTS:
+        ((total,), _) = reduced(group, hook, rows)
+        np.testing.assert_array_equal(total, rows.sum(0))
+
+
+def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
+    rows = normal(REPLICAS, 100) * (10.0 ** RNG.integers(-3, 3, (1, 100))).astype(np.float32)
+    ((total,), left) = reduced(group, hooks.quantize(block=10), rows)
+    step = np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127  # what one unit of a block stands for
+    rounded = np.round(rows.reshape(REPLICAS, 10, 10) / step) * step
+    sums = rounded.sum(0)
+    # Each replica remembers what it rounded away, and what it did of the part of the sum that it made.
+    lost = rows - rounded.reshape(rows.shape)
+    np.testing.assert_allclose(np.sum(left, 0), lost.sum(0) + sums.reshape(-1) - total, atol=1e-5 * np.abs(rows).max())
+    assert np.sum(np.abs(left - lost) > 1e-6 * np.abs(rows).max(), axis=0).max() <= 1
+    # Half a unit of the sum's own block is the second rounding.
+    assert np.all(np.abs(total.reshape(10, 10) - sums) <= 0.501 * np.abs(sums).max(-1, keepdims=True) / 127)
+
+
+def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others(group):
+    rows = np.zeros((REPLICAS, 8), np.float32)
+    rows[0], rows[1, 3], rows[2] = [1, -9, 2, 0, 3, 0, 0, 8], 5, 1
+    ((total,), left) = reduced(group, hooks.topk(0.25), rows)
+    # Two a replica; of equal ones the first.
+    assert total.tolist() == [1, -8, 0, 5, 0, 0, 0, 8]
+    assert np.asarray(left)[:3].tolist() == [[1, 0, 2, 0, 3, 0, 0, 0], [0] * 8, [0, 0] + [1] * 6]
+
+
+def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_wait(group):
+    rows = np.zeros((REPLICAS, 7), np.float32)
+    rows[0], rows[1, 4], rows[2, 0] = [1, 1, 0, -3, 0, 0, 2], 4, 8
+    totals, left = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
+    # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with the next step.
+    assert totals[0].tolist() == [9, 1, 0, 0, 4, 0, 0]
+    assert totals[1].tolist() == [0, 0, 0, -3, 0, 0, 2]
+    assert not np.any(left["left"])
+
+
+def test_a_chunk_that_waits_gathers_the_momentum_of_its_gradients(group):
+    """What is sent in the end is what SGD with momentum would have gone by then."""
+    rows = np.zeros((REPLICAS, 2), np.float32)
+    rows[0] = [9, 1]
+    later = np.zeros_like(rows)
+    later[0] = [8, 1]
+    last = np.zeros_like(rows)
+    last[1] = [0, 5]
+    totals, left = reduced(group, hooks.chunks(0.5, chunk=1, momentum=0.5), rows, later, last)
+    # The second number: speeds 1, 1.5 and 0.75 + 5 of two replicas; their sum, with all that waited.
+    assert [total.tolist() for total in totals] == [[9, 0], [8, 0], [0, 1 + 1.5 + 0.75 + 5]]
+    assert not np.any(left["left"]) and not np.any(left["speed"])
+
+
+def test_chunks_send_their_share_and_a_float_each(group):
+    hook = hooks.chunks(0.25, chunk=4)
+    step = fddp.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), group=group(2), hook=hook)
+    _, info = step(step.init(np.ones((8, 4), np.float32)), np.ones((2, 8), np.float32))
+    # Of two replicas each sends as many bytes as a message has: 8 norms, and 2 chunks of 4 numbers.
+    assert int(info.sent[0]) == 4 * 8 + 4 * 8
+
+
+def test_chunks_of_everything_are_the_plain_sum(group):
+    rows = normal(REPLICAS, 6, 4)
+    np.testing.assert_allclose(
+        reduced(group, hooks.chunks(1.0, chunk=5), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
+    def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * (1 - np.vdot(a, b) / (2 * np.vdot(a, a))) + b * (1 - np.vdot(a, b) / (2 * np.vdot(b, b)))
+
+    draw = np.random.default_rng(n)
+    rows = {name: draw.normal(size=(n, *shape)).astype(np.float32) for name, shape in (("w", (5, 3)), ("b", (7,)))}
+    expected = {}
+    for name, row in rows.items():
+        left = list(row.astype(np.float64))
+        while len(left) > 1:
+            left = [
+                pair(*two) if len(two) == 2 else two[0] for two in (left[k : k + 2] for k in range(0, len(left), 2))
+            ]
+        expected[name] = left[0]
+    # A loss whose gradient is the replica's own row.
+    loss = lambda p, x: sum(jnp.sum(p[name] * x[name][0]) for name in p)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(n), hook=hooks.adasum())
+    state, _ = step(step.init(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), rows)), rows)
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(-got, wanted, rtol=1e-4, atol=1e-6), state.params, expected
+    )
+
+
+def test_adasum_of_equal_gradients_is_their_mean_and_of_orthogonal_ones_their_sum(group):
+    equal_rows = np.stack([np.linspace(-1, 2, 6, dtype=np.float32)] * REPLICAS)
+    np.testing.assert_allclose(reduced(group, hooks.adasum(), equal_rows)[0][0] / REPLICAS, equal_rows[0], rtol=1e-5)
+    orthogonal = np.diag([1, 2, 0, 4]).astype(np.float32)  # one replica has nothing to say
+    np.testing.assert_allclose(reduced(group, hooks.adasum(), orthogonal)[0][0] / REPLICAS, orthogonal.sum(0))
+
+
+def test_topk_of_everything_is_the_plain_sum(group):
+    rows = normal(REPLICAS, 6, 4)
+    np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6)
+
+
+def test_topk_of_float64_loses_no_digit(group, x64):
+    rows = np.random.default_rng(1).normal(size=(REPLICAS, 7))
+    np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("hook", [hooks.topk(0.1), hooks.quantize(block=16), hooks.powersgd(1, start_step=0)], ids=str)
+def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
+    steps = [normal(REPLICAS, 12, 10) for _ in range(6)]
+    totals, memory = reduced(group, hook, *steps)
+    left = memory["then"]["error"] if isinstance(memory, dict) else memory
+    np.testing.assert_allclose(sum(totals) + np.sum(left, 0), sum(x.sum(0) for x in steps), atol=2e-5)
+
+
+def test_powersgd_is_one_step_of_subspace_iteration(group, x64):
+    rows = RNG.normal(size=(REPLICAS, 12, 3, 10))
+    ((first, second), memory) = reduced(group, hooks.powersgd(2, start_step=0, error_feedback=False), rows, rows)
+    # The same in NumPy: span{M Q}, then the projection on it.
+    matrix = rows.sum(0).reshape(36, 10)
+    q = np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(0), 0), (10, 2)))
+    for got in (first, second):
+        p, _ = np.linalg.qr(matrix @ q)
+        q = matrix.T @ p
+        np.testing.assert_allclose(got.reshape(36, 10), p @ p.T @ matrix, atol=1e-12)
+    assert memory["then"]["q"].shape == (REPLICAS, 10, 2)
+
+
+def test_powersgd_finds_the_singular_vectors_with_a_warm_start_only(group, x64):
+    rows = RNG.normal(size=(REPLICAS, 20, 15))
+    best = np.linalg.norm(np.linalg.svd(rows.sum(0)).S[2:])
+    for warm, error in ((True, 1.01), (False, 1.6)):
+        hook = hooks.powersgd(2, start_step=0, warm_start=warm, error_feedback=False)
+        totals, _ = reduced(group, hook, *[rows] * 60)
+        ratios = [np.linalg.norm(total - rows.sum(0)) / best for total in totals[-5:]]
+        assert (max(ratios) < error) if warm else (min(ratios) > 1.05)
+
+
+def test_powersgd_of_full_rank_is_the_plain_sum(group):
+    for shape in ((9, 6), (6, 9), (2, 3, 7)):
+        rows = normal(REPLICAS, *shape)
+        hook = hooks.powersgd(9, start_step=0, min_compression_rate=0)
+        np.testing.assert_allclose(reduced(group, hook, rows)[0][0], rows.sum(0), atol=1e-5)
+
+
+### In a step
+
+PARAMS = {"a": normal(12, 16), "b": normal(16), "c": normal(16, 8)}
+X = normal(32, 12)
+OPTIONS: dict[str, Any] = {"bucket_cap_mb": 1e-4, "first_bucket_mb": 1e-4, "last_bucket_mb": 1e-4}
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["a"] + params["b"]) @ params["c"] - 1) ** 2)
+
+
+@cache
+def trained(group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any) -> tuple[Any, list[fddp.StepInfo]]:
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS | options)
+    state, infos = step.init(PARAMS), []
+    for k in range(steps):
+        if k == 1:
+            state, info = step.no_sync(state, X)
+            assert np.sum(info.sent) == 0
+        state, info = step(state, X)
+        infos.append(info)
+    return state, infos
+
+
+# Quantization does so in test_schedule.py, with all other features.
+@pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
+def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
+    ends = [trained(group, hook, schedule=name, accumulation_steps=2) for name in ("fused", "staged", "after")]
+    for state, infos in ends[1:]:
+        close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+        jax.tree.map(close, (state.params, state.hook_state), (ends[0][0].params, ends[0][0].hook_state))
+        assert [info.sent.tolist() for info in infos] == [info.sent.tolist() for info in ends[0][1]]
+
+
+@SCHEDULES
+def test_the_plain_hook_is_no_hook(group, schedule):
+    equal(*(trained(group, hook, schedule=schedule)[0].params for hook in (hooks.allreduce(), None)))
+
+
+def test_until_it_starts_powersgd_is_the_plain_sum_bit_for_bit(group):
+    plain, never, then = (
+        trained(group, hook)[0].params for hook in (None, *(hooks.powersgd(1, start_step=k) for k in (3, 2)))
+    )
+    equal(never, plain)
+    assert np.any(then["a"] != never["a"])
+
+
+def test_noop_sends_nothing_but_the_loss(group):
+    _, infos = trained(group, hooks.noop())
+    assert infos[-1].sent.tolist() == [0, 0, 0, 12]
+
+
+def test_a_hook_of_the_users_own_sees_its_leaves_and_keeps_what_it_likes(group):
+    def apply(comm: fddp.Communicator, bucket: fddp.GradBucket, state: Any) -> Any:
+        shapes.append([leaf.shape for leaf in bucket.leaves])
+        return comm.psum(bucket.buffer) / 2, tuple(count + 1 for count in state)
+
+    shapes: list[Any] = []
+    halving = fddp.Hook(lambda leaf: jnp.zeros((), jnp.int32), apply, "halving")
+    state, _ = trained(group, halving, steps=1)
+    plain, _ = trained(group, None, steps=1)
+    for name in PARAMS:
+        moved = np.asarray(plain.params[name]) - PARAMS[name]
+        np.testing.assert_allclose(state.params[name], PARAMS[name] + moved / 2, rtol=1e-5, atol=1e-6)
+        assert state.hook_state[name].tolist() == [1] * REPLICAS
+    assert shapes == [[(16, 8)], [(16,)], [(12, 16)]] or shapes == [[(16, 8)], [(16,), (12, 16)]]
+
+
+def test_a_hook_and_unused_parameters_go_together(group):
+    step = fddp.train_step(
+        lambda p, x: loss_fn(p["used"], x), optax.adamw(0.1), group=group(REPLICAS),
+        hook=hooks.topk(0.5), find_unused_parameters=True,
+    )  # fmt: skip
+    params = {"used": PARAMS, "unused": np.ones(3, np.float32)}
+    state, info = step(step.init(params), X)
+    np.testing.assert_array_equal(state.params["unused"], 1)
+    assert (int(info.used["unused"]), int(info.used["used"]["a"])) == (0, REPLICAS)
+
+
+@pytest.mark.parametrize("name", ["quantize", "topk", "chunks", "powersgd"])
+def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, name):
+    optimizer = fddp.dynamic_scale(optax.sgd(0.1), initial=4.0)
+    step = fddp.train_step(loss_fn, optimizer, group=group(REPLICAS), hook=LOSSY[name], donate=False, **OPTIONS)
+    before, _ = step(step.init(PARAMS), X)
+    bad = X.copy()
+    bad[0] = np.inf  # on one replica
+    after, _ = step(before, bad)
+    assert float(after.opt_state.scale) == 2
+    equal((after.params, after.hook_state), (before.params, before.hook_state))
+
+
+### What is not finite
+
+SIZES: dict[str, tuple[int, ...]] = {"one": (), "few": (37,), "many": (4099,), "matrix": (40, 30)}
+PLACES = [("one", ()), ("few", (0,)), ("few", (36,)), ("many", (77,)), ("many", (4098,)), ("matrix", (39, 29))]
+FLOATS = [np.float32, np.float64, np.float16, jnp.bfloat16, np.complex64]
+FINITE = {
+    "none": None,
+    "allreduce": hooks.allreduce(),
+    "bf16": hooks.bf16(),
+    "fp16": hooks.fp16(),
+    "quantize": hooks.quantize(),
+    "quantize without memory": hooks.quantize(error_feedback=False),
+    "topk": hooks.topk(0.01),
+    "chunks": hooks.chunks(0.25, chunk=64),
+    "adasum": hooks.adasum(),
+    "topk without memory": hooks.topk(0.01, error_feedback=False),
+    "powersgd": hooks.powersgd(2, start_step=0),
+    "powersgd without memory": hooks.powersgd(2, start_step=0, warm_start=False, error_feedback=False),
+    "bf16 powersgd": hooks.bf16(hooks.powersgd(2, start_step=0)),
+    "fp16 powersgd": hooks.fp16(hooks.powersgd(2, start_step=0)),
+    "starting": hooks.starting(1, hooks.fp16(hooks.topk(0.01)), hooks.quantize()),
+}
+
+
+def zeros(*dtypes: Any) -> dict[str, np.ndarray]:
+    return {f"{np.dtype(dtype)} {name}": np.zeros(shape, dtype) for dtype in dtypes for name, shape in SIZES.items()}
+
+
+def product(params: Any, rows: Any) -> Any:
+    """Its gradient is the mean of the rows."""
+    return sum(jnp.sum(jnp.real(p * rows[name][0]).astype(jnp.float32)) for name, p in params.items())
+
+
+def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[str, np.ndarray]:
+    """A row for each replica, and what is not finite in it: (replica, leaf, place, value)."""
+    rng = np.random.default_rng(4)
+    rows = {name: rng.normal(size=(REPLICAS, *p.shape)).astype(p.dtype) for name, p in params.items()}
+    for replica, name, place, value in bad:
+        rows[name][(replica, *place)] = value
+    return rows
+
+
+def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
+    """Whether an array that should be equal on all devices is not finite there on each of them."""
+    return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
+
+
+@pytest.mark.parametrize("hook", tier(FINITE, "none", "allreduce", "fp16", "quantize", "topk", "powersgd", "starting"))
+def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotten(group, x64, hook):
+    params = zeros(*FLOATS)
+    options: Any = {"group": group(REPLICAS), "hook": hook, "donate": False}
+    step = fddp.train_step(product, optax.sgd(1.0), **options)
+    state, _ = step(step.init(params), pulls(params))
+    for k, (leaf, place) in enumerate(PLACES):
+        for value in (np.nan, np.inf, -np.inf):
+            names = [f"{np.dtype(dtype)} {leaf}" for dtype in FLOATS]
+            after, _ = step(state, pulls(params, *((k % REPLICAS, name, place, value) for name in names)))
+            assert [name for name in names if not infinite_everywhere(after.params[name], place)] == [], value
+            equal(after.hook_state, state.hook_state)
+    both = pulls(params, (0, "float32 many", (9,), np.inf), (1, "float32 many", (9,), -np.inf))
+    assert infinite_everywhere(step(state, both)[0].params["float32 many"], (9,))
+
+
+def test_low_rank_factors_that_overflow_are_not_zeros(group):
+    rows = np.full((REPLICAS, 40, 30), 1e30, np.float32)  # squares of it are infinite
+    totals, _ = reduced(group, hooks.powersgd(1, start_step=0), rows)
+    assert not np.any(np.isfinite(totals[0]))
+
+
+def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
+    rows = np.zeros((REPLICAS, 4), np.float16)
+    # What stands for the first number, and for how its sum was rounded, is more than float16 holds.
+    rows[:2] = [[65504, 6632, 55232, -21408], [-1841, 34560, 6716, -42752]]
+    totals, left = reduced(group, hooks.quantize(block=4), rows)
+    assert np.all(np.isfinite(totals[0])) and np.all(np.isfinite(left))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("name", ["quantize", "topk", "powersgd", "starting"])
+def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
+    options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
+    optimizer = fddp.dynamic_scale(optax.adam(0.1), initial=4.0)
+    step, params = fddp.train_step(product, optimizer, group=group(REPLICAS), **options), zeros(np.float32)
+    before, _ = step(step.init(params), pulls(params))
+    after = before
+    for leaf, place in PLACES:
+        after, _ = step(before, pulls(params, (2, f"float32 {leaf}", place, np.nan)))
+        assert float(after.opt_state.scale) == 2
+        same = lambda state: (state.params, state.opt_state.inner, state.hook_state)  # noqa: E731
+        equal(same(after), same(before))
+    on, _ = step(after, pulls(params))
+    assert float(on.opt_state.scale) == 2 and int(on.opt_state.inner[0].count) == 2
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((on.params, on.hook_state)))
+
+
+### Bytes
+
+WORD = {"f32": 4, "u16": 2, "s32": 4, "s8": 1}
+
+
+def traffic(text: str) -> int:
+    """Bytes that each replica sends in a compiled program, by its collectives' operands."""
+    total = 0
+    for result, kind in re.findall(r"= (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all)\(", text):
+        shapes = re.findall(r"(f32|u16|s32|s8)\[([\d,]*)\]", result)
+        nbytes = sum(WORD[dtype] * int(np.prod([int(n) for n in dims.split(",") if n])) for dtype, dims in shapes)
+        # An all-gather's result holds all replicas' parts, of which one is its own.
+        times = {"all-reduce": 2 * (REPLICAS - 1), "all-gather": REPLICAS - 1, "all-to-all": REPLICAS - 1}[kind]
+        total += nbytes * times // REPLICAS
+    return total
+
+
+@pytest.mark.parametrize("name", [None, "bf16", "fp16", "quantize", "topk"])
+def test_the_bytes_that_are_told_are_those_in_the_compiled_program(group, name):
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=LOSSY.get(name), **OPTIONS)
+    state = step.init(PARAMS)
+    text = step.lower(state, X).compile().as_text() or ""
+    _, info = step(state, X)
+    assert int(info.sent.sum()) == traffic(text) > 0
+
+
+def test_hooks_send_what_they_promise(group):
+    def buckets(hook: fddp.Hook) -> int:
+        step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS)
+        state, _ = step(step.init(PARAMS), X)
+        _, info = step(state, X)
+        return sum(info.sent.tolist()[:3])
+
+    plain = sum(x.size for x in PARAMS.values()) * 4 * 2 * (REPLICAS - 1) // REPLICAS
+    assert buckets(hooks.allreduce()) == plain
+    assert buckets(hooks.bf16()) == plain // 2
+    assert buckets(hooks.quantize(block=16)) <= plain * (1 / 4 + 1 / 16) * 1.15  # and zeros at the end of a bucket
+    # a and c as factors, b as it is.
+    low = (12 + 16 + 16 + 16 + 8) * 4 * 2 * (REPLICAS - 1) // REPLICAS
+    assert buckets(LOSSY["powersgd"]) == low
+    assert buckets(LOSSY["bf16 powersgd"]) == low // 2
+
+
+def test_a_hook_that_starts_later_tells_the_bytes_of_each_step(group):
+    _, infos = trained(group, LOSSY["powersgd"])
+    first, then, last = (int(info.sent.sum()) for info in infos)
+    assert first > 3 * then and then == last
+
+
+### State and errors
+
+
+def test_what_a_hook_remembers_is_each_replicas_own(group):
+    state, _ = trained(group, hooks.topk(0.1))
+    for left in jax.tree.leaves(state.hook_state):
+        assert len(left) == REPLICAS and len(np.unique(left.reshape(REPLICAS, -1), axis=0)) == REPLICAS
+
+
+def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group):
+    make = lambda n, hook: fddp.train_step(loss_fn, optax.sgd(0.1), group=group(n), hook=hook)  # noqa: E731
+    plain, four, two = make(4, None), make(4, hooks.topk(0.1)), make(2, hooks.topk(0.1))
+    with pytest.raises(ValueError, match=r"hook_state is not that of Hook\(topk.* nothing instead of"):
+        four(plain.init(PARAMS), X)
+    with pytest.raises(ValueError, match=r"on 2 replicas: it has .*float32\[4, 12, 16\].* instead of"):
+        two(four.init(PARAMS), X)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hooks.fp16(predivide=0), "predivide must be more than 0, got 0"),
+        (lambda: hooks.quantize(block=0), "block must be a whole number of 1 or more, got 0"),
+        (lambda: hooks.topk(0), "ratio must be above 0 and at most 1, got 0"),
+        (lambda: hooks.chunks(0), "share must be above 0 and at most 1, got 0"),
+        (lambda: hooks.chunks(chunk=0), "chunk must be a whole number of 1 or more, got 0"),
+        (lambda: hooks.chunks(momentum=1), "momentum must be 0 or more and below 1, got 1"),
+        (lambda: hooks.powersgd(0), "rank must be a whole number of 1 or more, got 0"),
+        (lambda: hooks.powersgd(min_compression_rate=-1), "min_compression_rate must be 0 or more, got -1"),
+        (lambda: hooks.starting(-1, hooks.bf16()), "step must be a whole number of 0 or more, got -1"),
+    ],
+)
+def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], Any], message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_is_no_hook_or_needs_a_state_is_refused(group):
+    with pytest.raises(TypeError, match=r"hook must be a fddp.Hook, one of fddp.hooks say, got str"):
+        fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), hook="bf16")  # pyright: ignore[reportArgumentType]
+    f = fddp.value_and_grad(loss_fn, group=group(2), hook=hooks.topk(0.1))
+    with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):
+        f(PARAMS, X)
+    with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):
+        fddp.all_reduce(PARAMS, fddp.make_plan(PARAMS), group=group(2), hook=hooks.topk(0.1))
+
+
+def test_all_reduce_takes_a_hook_without_a_memory(group):
+    four = group(REPLICAS)
+    plan = fddp.make_plan(PARAMS)
+    summed = lambda tree: fddp.all_reduce(tree, plan, group=four, hook=hooks.bf16(), op="mean")  # noqa: E731
+    got = four.placement.program(summed, (PartitionSpec(),), PartitionSpec())(PARAMS)
+    for name, x in PARAMS.items():
+        np.testing.assert_allclose(got[name], x, rtol=2**-7)

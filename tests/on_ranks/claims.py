@@ -1,0 +1,82 @@
+"""Claims that every rank of a job asserts for itself; one job holds them all, so that processes start once."""
+
+import faulthandler
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+import fddp
+
+SCHEDULES = ("fused", "staged", "after")
+HELD = "held"
+STALLED_S = 30.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that is so on every rank of some kinds of jobs; its name says what."""
+
+    check: Callable[[fddp.Group], None]
+    """Raises on each rank where it is not so."""
+    backends: tuple[str, ...]
+    sizes: tuple[int, ...]
+    quick: tuple[str, ...]
+    """Where it is held in the default tier: what compiles much is held there on one backend, and on all in `slow`."""
+
+
+def claim(
+    *,
+    backends: tuple[str, ...] = ("mpi", "gloo"),
+    sizes: tuple[int, ...] = (2, 3, 4),
+    quick: tuple[str, ...] = ("mpi", "gloo"),
+) -> Callable[[Callable[[fddp.Group], None]], Claim]:
+    """Makes a claim of a function of a group."""
+    return lambda check: Claim(check, backends, sizes, quick)
+
+
+def claims_of(*modules: ModuleType) -> dict[str, Claim]:
+    """All claims of some modules by name, in the order in which they are written."""
+    return {name: x for module in modules for name, x in vars(module).items() if isinstance(x, Claim)}
+
+
+def hold(claims: Mapping[str, Claim], group: fddp.Group, folder: Path) -> None:
+    """Checks claims one after the other; FOLDER/RANK.json has a line for each: [name, "held" or a traceback]."""
+    with (folder / f"{group.rank}.json").open("w") as report:
+        for name, claim in claims.items():
+            faulthandler.dump_traceback_later(STALLED_S, exit=True)  # says where a rank waits in vain
+            try:
+                claim.check(group)
+                result = HELD
+            except Exception:  # the other claims are still to be checked
+                result = traceback.format_exc()
+            report.write(json.dumps([name, result]) + "\n")
+            report.flush()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
+    """The message of the error that a call must raise on this rank."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def same_on_all_ranks(group: fddp.Group, tree: Any) -> bool:
+    """Whether a tree has the same bits on every rank."""
+    data = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    gathered = group.all_gather(np.frombuffer(data, np.uint8))
+    return bool(np.all(gathered == gathered[0]))
+
+
+def on_the_wire(group: fddp.Group, nbytes: int) -> int:
+    """Bytes that each replica sends in an all-reduce of so many; parts of bytes count as bytes."""
+    return -(-nbytes * 2 * (group.size - 1) // group.size)

@@ -1,0 +1,47 @@
+"""Ranks whose losses are different programs, by branches in Python."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim, same_on_all_ranks
+from trees import close
+
+import fddp
+
+
+@claim()
+def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:  # as many numbers in the bucket of a and in that of b, loss and weight too
+        first = jnp.mean(x @ p["a"])
+        return first + jnp.sum(p["b"] * x[0, 0]) if group.rank else first
+
+    params = {"a": np.zeros((4, 4), np.float32), "b": np.zeros(18, np.float32)}
+    share = (group.size - 1) / group.size
+    for schedule in ("fused", "staged", "after", "eager"):
+        step = fddp.train_step(loss, optax.sgd(1.0), group=group, schedule=schedule, bucket_cap_mb=0)
+        state, info = step(step.init(params), np.ones((2, 4), np.float32))
+        assert len(step.plan.buckets) == 2
+        assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
+        np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
+        assert same_on_all_ranks(group, (state.params, info.loss)), schedule
+
+
+@claim()
+def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
+    """Rank 0 does not read one of the leaves, so its own program would tell it another order of what is put off."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return sum(jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6)
+
+    params, batch, ended = [np.full(1000 + 7 * k, k, np.float32) for k in range(13)], np.ones(2, np.float32), []
+    for schedule in ("staged", "eager"):
+        step = fddp.train_step(loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0)
+        state = step.init(params)
+        for _ in range(5):
+            state, _ = step(state, batch)
+        ended.append(state.params)
+    close(*ended, rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(group, ended[1])

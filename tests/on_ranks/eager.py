@@ -1,0 +1,81 @@
+"""Eager steps, whose messages are still under way between two steps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim, same_on_all_ranks
+from trees import close
+
+import fddp
+from fddp.schedules import TRIED
+
+
+@claim(quick=("mpi", "gloo"))
+def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Group):
+    """A tied embedding and a layer that is skipped, against plain JAX on the joined batch."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        h = x @ p["embedding"]
+        aside = h @ p["skipped"]
+        for w in p["layers"]:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(((h + aside) @ p["embedding"].T - x) ** 2)
+
+    draw = np.random.default_rng(0)
+    params = {
+        "embedding": draw.normal(size=(32, 64)).astype(np.float32) / 8,
+        "skipped": draw.normal(size=(64, 64)).astype(np.float32) / 8,
+        "layers": [draw.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(9)],
+    }
+    rows = draw.normal(size=(4 * group.size, 32)).astype(np.float32)
+    optimizer = optax.adam(1e-3)
+    expected, held = jax.tree.map(jnp.asarray, params), optimizer.init(params)
+    step = fddp.train_step(loss, optimizer, group=group, schedule="eager", bucket_cap_mb=0)
+    state = step.init(params)
+    for k in range(TRIED + 2):  # in both orders of the messages, and in the one that stays
+        batch = np.roll(rows, k, axis=0)
+        state, info = step(state, batch[4 * group.rank :][:4])
+        value, grads = jax.value_and_grad(loss)(expected, batch)
+        np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+        updates, held = optimizer.update(grads, held, expected)
+        expected = optax.apply_updates(expected, updates)
+    close(state.params, expected, rtol=1e-3, atol=1e-5)
+
+
+@claim()
+def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: fddp.Group):
+    """Gathers of the next step lie beside whatever a loop does: its results are right, and so is the training."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params = [np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)]
+    batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
+    large, ended = np.full(2**16, group.rank + 1.0, np.float32), []
+    cases: Any = (("staged", "state"), ("eager", "state"), ("eager", None))
+    for schedule, shard in cases:
+        step = fddp.train_step(
+            loss, optax.sgd(0.05, momentum=0.9), group=group, schedule=schedule, shard=shard, bucket_cap_mb=0
+        )
+        state, losses = step.init(params), []
+        for number in range(8):
+            state, info = step(state, batch[group.rank])
+            losses.append(float(info.loss))
+            total = group.all_reduce(large)
+            assert np.all(total == sum(range(1, group.size + 1)))
+            if number % 2:
+                assert same_on_all_ranks(group, fddp.whole(state.params, group=group))
+            if number == 4:
+                state, _ = step.no_sync(state, batch[group.rank])
+            if number == 6:
+                state = jax.tree.map(jnp.copy, state)
+            assert np.isfinite(fddp.evaluate(loss, state, [batch[group.rank]], group=group))
+        ended.append((fddp.whole(state.params, group=group), losses))
+    first, *others = ended
+    for other in others:
+        close(other, first, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,242 @@
+"""Collectives and barriers of a group outside of steps, on values that can be computed by hand."""
+
+import io
+import os
+import re
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from on_ranks.claims import claim, error_of
+
+import fddp
+from fddp.comm import REPLICATED, mpi
+
+
+@claim()
+def the_group_knows_its_place(group: fddp.Group):
+    assert 0 <= group.rank < group.processes == group.size
+    assert group.all_gather(group.rank).tolist() == list(range(group.size))
+    assert fddp.init() is group
+
+
+@claim()
+def rank_0_alone_is_main_and_prints(group: fddp.Group):
+    with redirect_stdout(io.StringIO()) as shown:
+        group.print("size", group.all_reduce(1), sep=" = ")
+    assert group.all_gather(group.is_main).tolist() == [True] + [False] * (group.size - 1)
+    assert shown.getvalue() == (f"size = {group.size}\n" if group.rank == 0 else "")
+
+
+### Arrays
+
+
+@claim()
+def all_gather_stacks_in_order_of_rank(group: fddp.Group):
+    mine = np.array([[group.rank, 10.0 * group.rank]], np.float64)
+    rows = group.all_gather(mine)
+    assert rows.dtype == np.float64
+    assert rows.tolist() == [[[r, 10.0 * r]] for r in range(group.size)]
+
+
+@claim()
+def all_gather_keeps_every_dtype(group: fddp.Group):
+    for dtype in (bool, np.int8, np.uint64, np.float16, jnp.bfloat16, np.float64, np.complex128):
+        mine = np.full(3, group.rank, dtype)
+        rows = group.all_gather(mine)
+        assert rows.dtype == mine.dtype
+        assert all(rows[r].tobytes() == np.full(3, r, dtype).tobytes() for r in range(group.size))
+
+
+@claim()
+def all_gather_of_nothing_is_nothing(group: fddp.Group):
+    assert group.all_gather(np.zeros((0, 3), np.float32)).shape == (group.size, 0, 3)
+
+
+@claim()
+def all_reduce_sums_and_finds_extremes(group: fddp.Group):
+    mine = np.array([group.rank, -group.rank], np.int64)
+    last = group.size - 1
+    assert group.all_reduce(mine).tolist() == [last * group.size // 2, -last * group.size // 2]
+    assert group.all_reduce(mine, "max").tolist() == [last, 0]
+    assert group.all_reduce(mine, "min").tolist() == [0, -last]
+    assert group.all_reduce(0.5).tolist() == group.size / 2
+
+
+@claim()
+def another_operation_is_an_error(group: fddp.Group):
+    assert "'mean'" in error_of(lambda: group.all_reduce(1.0, "mean"))
+
+
+@claim(backends=("mpi",))
+def a_small_sum_is_not_slept_through(group: fddp.Group):
+    naps, counts = list[float](), list[int]()
+    here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
+    with mock.patch.object(mpi, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
+        for _ in range(50):
+            naps.clear()
+            assert np.unique(group.transport.all_reduce(here)).tolist() == [sum(range(1, group.size + 1))]
+            counts.append(len(naps))
+    # With a nap after each step of each message there are three times as many at best.
+    assert min(counts) <= mpi.MESSAGES
+
+
+@claim()
+def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
+    replicas, own, comm = group.size, group.placement.per_replica, group.communicator
+
+    def inside(x: jax.Array) -> jax.Array:
+        part = comm.reduce_scatter(x.reshape(replicas, -1))
+        return comm.all_gather(part).reshape(-1)
+
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        # Whole numbers of which every sum is exact.
+        mine = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
+        total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
+        x = group.placement.place(mine, own)
+        part = group.transport.reduce_scatter(x)
+        whole = group.transport.all_gather(part)
+        assert part.dtype == whole.dtype == mine.dtype
+        (here,) = [np.asarray(shard.data) for shard in part.addressable_shards]
+        np.testing.assert_array_equal(here, total.astype(dtype)[5 * group.rank :][:5])
+        np.testing.assert_array_equal(_mine(whole), total.astype(dtype))
+        np.testing.assert_array_equal(
+            _mine(group.placement.program(inside, (own,), REPLICATED)(x)), total.astype(dtype)
+        )
+
+
+def _mine(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.addressable_shards[0].data)
+
+
+@claim()
+def broadcast_gives_the_roots_bits(group: fddp.Group):
+    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(np.float32)  # a NaN with a payload, and -0.0
+    for root in (0, group.size - 1):
+        theirs = {
+            "bf16": jnp.full((2, 1), 1.5, jnp.bfloat16),
+            "empty": np.zeros((0, 4), np.float32),
+            "float64": np.array([1 / 3], np.float64),
+            "key": jax.random.key(7),
+            "nan": nan,
+            "number": 3,
+            "uint8": np.arange(5, dtype=np.uint8),
+        }
+        mine = theirs if group.rank == root else jax.tree.map(_other, theirs)
+        got = group.broadcast(mine, root)
+        assert jax.tree.structure(got) == jax.tree.structure(theirs)
+        assert jnp.array_equal(jax.random.key_data(got.pop("key")), jax.random.key_data(theirs.pop("key")))
+        for name, value in theirs.items():
+            assert np.asarray(got[name]).dtype == np.asarray(value).dtype, name
+            assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+def _other(x):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key(8)
+    return np.zeros_like(np.asarray(x))
+
+
+@claim()
+def broadcast_of_nothing_is_nothing(group: fddp.Group):
+    assert group.broadcast({"none": None, "empty": ()}) == {"none": None, "empty": ()}
+
+
+@claim()
+def broadcast_from_a_rank_that_is_not_there_is_an_error(group: fddp.Group):
+    assert str(group.size) in error_of(lambda: group.broadcast(1.0, root=group.size))
+
+
+### Barriers and subgroups
+
+
+@claim()
+def nobody_passes_a_barrier_alone(group: fddp.Group):
+    for _ in range(3):
+        group.barrier()
+
+
+@claim()
+def a_subgroup_numbers_its_ranks_anew(group: fddp.Group):
+    backwards = group.subgroup(range(group.size)[::-1])
+    assert (backwards.rank, backwards.size) == (group.size - 1 - group.rank, group.size)
+    assert backwards.all_gather(group.rank).tolist() == list(range(group.size))[::-1]
+    assert backwards.broadcast(np.int32(group.rank)) == group.size - 1
+
+
+@claim()
+def a_subgroup_of_one_is_alone(group: fddp.Group):
+    alone = group.subgroup([group.rank])
+    assert (alone.rank, alone.size, alone.processes) == (0, 1, 1)
+    assert alone.all_gather(group.rank).tolist() == [group.rank]
+
+
+@claim(sizes=(3, 4))
+def two_subgroups_do_not_hear_each_other(group: fddp.Group):
+    """Two pairs, or a pair and one that is alone."""
+    ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
+    mine = group.subgroup(ranks)
+    assert (mine.rank, mine.size) == (group.rank % 2, len(ranks))
+    assert mine.all_reduce(group.rank) == sum(ranks)
+    assert mine.broadcast(np.int64(group.rank), root=len(ranks) - 1) == ranks[-1]
+    mine.barrier()
+
+
+@claim()
+def a_subgroup_has_the_groups_backend(group: fddp.Group):
+    assert group.subgroup(range(group.size)).backend == group.backend
+
+
+@claim()
+def a_subgroup_without_this_rank_is_an_error(group: fddp.Group):
+    others = [r for r in range(group.size) if r != group.rank]
+    assert f"rank {group.rank} is not in" in error_of(lambda: group.subgroup(others))
+    assert "different" in error_of(lambda: group.subgroup([group.rank, group.rank]))
+    assert "different" in error_of(lambda: group.subgroup([group.rank, group.size]))
+
+
+### Who could hear them
+
+
+# 127.0.0.1, the same for IPv6, and ::1, as Linux writes them
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@claim()
+def on_one_host_nothing_listens_where_other_hosts_reach_it(group: fddp.Group):
+    group.barrier()
+    assert listening() <= LOOPBACK, listening()
+
+
+@claim(backends=("mpi",))
+def a_job_that_is_killed_leaves_no_shared_memory_behind(group: fddp.Group):
+    group.barrier()
+    mapped = set(re.findall(r"/dev/shm/mpich_shm.*", Path("/proc/self/maps").read_text()))
+    assert all(path.endswith("(deleted)") for path in mapped), mapped
+
+
+def listening() -> set[str]:
+    """Where this process listens, but for what it has from who started it."""
+    found = dict[str, str]()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
+    mine, inherited = (open_files(process) for process in ("self", os.getppid()))
+    return {address for name, address in found.items() if name in mine - inherited}
+
+
+def open_files(process: object) -> set[str]:
+    files = set[str]()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            files.add(str(file.readlink()))
+        except OSError:  # it was the folder's own
+            continue
+    return files

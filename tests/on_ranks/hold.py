@@ -1,0 +1,76 @@
+"""Holds all claims, or the named ones, on every rank of this job: `hold.py FOLDER [NAME ...]`."""
+
+import sys
+from pathlib import Path
+
+from on_ranks import (
+    agreement,
+    buffers,
+    checkpoints,
+    collectives,
+    differing_programs,
+    eager,
+    evaluation,
+    group,
+    guards,
+    hooks,
+    join,
+    levels,
+    local_steps,
+    measurement,
+    modules,
+    objects,
+    recovery,
+    round_robin,
+    rows,
+    shard,
+    start,
+    train_step,
+    unused,
+    virtual_replicas,
+)
+from on_ranks.claims import Claim, claims_of, hold
+
+import fddp
+
+CLAIMS = claims_of(
+    group,
+    objects,
+    start,
+    train_step,
+    rows,
+    buffers,
+    modules,
+    collectives,
+    differing_programs,
+    eager,
+    shard,
+    local_steps,
+    unused,
+    guards,
+    join,
+    hooks,
+    levels,
+    round_robin,
+    measurement,
+    agreement,
+    recovery,
+    checkpoints,
+    evaluation,
+    virtual_replicas,
+)
+
+
+def claimed(backend: str, size: int) -> dict[str, Claim]:
+    """The claims made for a kind of job."""
+    return {name: claim for name, claim in CLAIMS.items() if backend in claim.backends and size in claim.sizes}
+
+
+def main(folder: Path, *names: str) -> None:
+    world = fddp.init()
+    chosen = {name: CLAIMS[name] for name in names} or claimed(world.backend, world.processes)
+    hold(chosen, world, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

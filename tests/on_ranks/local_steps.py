@@ -1,0 +1,38 @@
+"""Ranks that train alone for some steps."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim, same_on_all_ranks
+from problems import RATE, square
+
+import fddp
+
+
+@claim()
+def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
+    batches = np.sin(np.arange(5 * 4 * group.size, dtype=np.float32)).reshape(5, group.size, 4)
+    cases: Any = (("fused", 0), ("staged", 1))
+    for schedule, delay in cases:
+        optimizer = fddp.local_steps(optax.sgd(RATE, momentum=0.5), outer=optax.sgd(0.7), every=2, delay=delay)
+        step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
+        state, sent = step.init(jnp.zeros(())), []
+        own, speed, shared = np.zeros(group.size), np.zeros(group.size), 0.0
+        for number, batch in enumerate(batches, start=1):
+            state, info = step(state, batch[group.rank])
+            sent.append(bool(np.asarray(info.sent).any()))
+            before = own
+            speed = 0.5 * speed + 2 * (own - batch.mean(axis=1))
+            own = own - RATE * speed
+            if number > delay and (number - delay) % 2 == 0:
+                shared -= 0.7 * (shared - np.mean(before if delay else own))
+                own = np.full(group.size, shared)
+        assert sent == ([False, False, True, False, True] if delay else [False, True, False, True, False])
+        np.testing.assert_allclose(float(state.opt_state.shared), shared, rtol=1e-5)
+        whole = fddp.whole(state, group=group)
+        np.testing.assert_allclose(whole.params, np.mean(own), rtol=1e-5)
+        mine = np.asarray(state.params.parts.addressable_shards[0].data)
+        np.testing.assert_allclose(mine, own[group.rank : group.rank + 1], rtol=1e-5)
+        assert same_on_all_ranks(group, whole)

@@ -1,0 +1,51 @@
+"""Ranks that measure and tune find the same."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim, error_of
+
+import fddp
+
+PARAMS = {"a": np.full((8, 32), 0.1, np.float32), "b": np.full((32, 1), 0.1, np.float32)}
+
+
+def two_layers(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
+
+
+@claim(quick=("gloo",))
+def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
+    batch = np.full((2, 8), 1 + group.rank, np.float32)
+    tuning = fddp.tune(two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1))
+    told = str(tuning).ljust(2000).encode()
+    gathered = group.all_gather(np.frombuffer(told, np.uint8))
+    assert np.all(gathered == gathered[0])
+    assert tuning.replicas == group.size
+    assert tuning.link.seconds(2**20) > 0
+    assert tuning.at_scale([4])[0].step_s > 0
+
+
+@claim()
+def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(group: fddp.Group):
+    batch = np.full((2, 8), 1 + group.rank, np.float32)
+    for schedule in ("staged", "fused"):
+        step = fddp.train_step(two_layers, optax.sgd(0.1), group=group, schedule=schedule, bucket_cap_mb=0)
+        state = step.init(PARAMS)
+        found = step.measure(state, [batch] * 2)
+        assert found.all_reduces == 2, schedule
+        assert np.all(np.asarray(state.params["a"]) == PARAMS["a"])
+        step(state, batch)
+
+
+@claim()
+def unequally_many_batches_to_measure_are_an_error_on_every_rank(group: fddp.Group):
+    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group)
+    state = step.init(PARAMS)
+    batches = [np.ones((2, 8), np.float32)] * (1 + group.rank)
+    message = error_of(lambda: step.measure(state, batches))
+    assert "rank 0: 1 batches" in message
+    assert "rank 1: 2 batches" in message

@@ -1,0 +1,72 @@
+"""Parameters that some ranks use and others do not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import SCHEDULES, claim, on_the_wire, same_on_all_ranks
+from problems import pull, rows
+
+import fddp
+
+
+@claim()
+def a_leaf_is_left_alone_where_no_rank_uses_it_and_reduced_where_one_does(group: fddp.Group):
+    names = ("a", "b") if group.rank == 0 else ("b",)
+    loss = lambda p, x: sum(jnp.mean(p[name] * x) for name in names)  # noqa: E731
+    params = {name: np.ones(2, np.float32) for name in "abc"}
+    for schedule in SCHEDULES:
+        # With weight decay a zero gradient would move c.
+        decay = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0, momentum=0.9))
+        options = {"group": group, "find_unused_parameters": True, "schedule": schedule}
+        step = fddp.train_step(loss, decay, **options)
+        state, info = step(step.init(params), rows(4, 4))
+        assert {name: int(n) for name, n in info.used.items()} == {"a": 1, "b": group.size, "c": 0}
+        assert sorted(name for bucket in step.plan.buckets for name in bucket.names) == ["a", "b"]
+        np.testing.assert_array_equal(state.params["c"], 1)
+        np.testing.assert_allclose(state.params["a"], 1 - (2 / group.size + 0.5), rtol=1e-6)
+        np.testing.assert_allclose(state.params["b"], 1 - (2 + 0.5), rtol=1e-6)
+        trace = state.opt_state[1][0].trace
+        np.testing.assert_array_equal(trace["c"], 0)
+        assert same_on_all_ranks(group, state)
+
+
+@claim()
+def without_the_option_a_leaf_that_some_ranks_do_not_use_gets_zeros_from_them(group: fddp.Group):
+    loss = lambda p, x: jnp.mean(p["a" if group.rank == 0 else "b"] * x)  # noqa: E731
+    step = pull(group, loss)
+    state, info = step(step.init({name: np.float32(0) for name in "ab"}), rows(4))
+    assert info.used is None
+    np.testing.assert_allclose(state.params["a"], -4 / group.size, rtol=1e-6)
+    np.testing.assert_allclose(state.params["b"], -4 * (group.size - 1) / group.size, rtol=1e-6)
+
+
+@claim(quick=("gloo",))
+def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
+    width = 16
+
+    def loss(params: Any, x: Any, *, rng: Any) -> Any:
+        kept = jax.random.bernoulli(rng, 0.5, (4,))
+        total = 0.0
+        for k in range(4):
+            total += jax.lax.cond(kept[k], lambda w: jnp.sum(w * x), lambda w: jnp.float32(0), params[f"w{k}"])
+        return total / len(x), jnp.sum(kept * 1.0)
+
+    params = {f"w{k}": np.zeros(width, np.float32) for k in range(4)}
+    for schedule in SCHEDULES:
+        step = fddp.train_step(
+            loss, optax.sgd(1.0), group=group, has_aux=True, schedule=schedule, bucket_cap_mb=0,
+            find_unused_parameters=True, skip_all_reduce_unused_params=True,
+        )  # fmt: skip
+        state = step.init(params, rng=fddp.Shared(jax.random.key(3)))
+        seen = set()
+        for _ in range(4):
+            state, info = step(state, np.ones((1, width), np.float32))
+            layers = int(info.aux)
+            seen.add(layers)
+            expected = layers * [4 * width] + [4 * 4 + 3 * 4]  # what is used travels with loss, weight and metric
+            assert sorted(info.sent.tolist())[4 - layers :] == sorted(on_the_wire(group, n) for n in expected)
+        assert len(seen) > 1
+        assert same_on_all_ranks(group, state.params)

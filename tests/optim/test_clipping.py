@@ -1,0 +1,108 @@
+"""Clipping sees what one replica on the joined batch would see: the mean gradient, once a step.
+
+DDP's users clip between backward and step; here clipping is a part of the optimizer. Plain JAX and optax on the joined
+batch are the truth.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import trees
+from every_schedule import SCHEDULES
+from problems import first_column
+
+import fddp
+
+close = partial(trees.close, rtol=1e-12, atol=1e-13)
+
+REPLICAS, STEPS = 4, 4
+RNG = np.random.default_rng(3)
+PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.normal(size=5)}
+# Steps and replicas have gradients of very different norms.
+ROWS = RNG.normal(size=(STEPS, 16, 3)) * np.array([1, 4, 0.5, 2])[:, None, None] * np.linspace(0.2, 2, 16)[:, None]
+CAP = 0.05
+ADAM = optax.adam(1e-2)
+RULES = {
+    "by global norm": optax.clip_by_global_norm(CAP),
+    "by value": optax.clip(CAP),
+    "by block": optax.clip_by_block_rms(CAP),
+    "by parameter": optax.adaptive_grad_clip(CAP),
+}
+
+
+def norm(tree: Any) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
+
+
+def alone(optimizer: optax.GradientTransformation) -> list[Any]:
+    """Parameters after each step of one replica on the joined batches."""
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        updates, opt_state = optimizer.update(jax.grad(first_column)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state, history = PARAMS, optimizer.init(PARAMS), []
+    for x in ROWS:
+        params, opt_state = step(params, opt_state, x)
+        history.append(params)
+    return history
+
+
+@cache
+def clipped(rule: str) -> list[Any]:
+    return alone(optax.chain(RULES[rule], ADAM))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("rule", RULES)
+def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, rule):
+    optimizer = optax.chain(RULES[rule], ADAM)
+    step = fddp.train_step(first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    state = step.init(PARAMS)
+    for x, expected in zip(ROWS, clipped(rule)):
+        state, _ = step(state, x)
+        close(state.params, expected)
+
+
+@SCHEDULES
+def test_micro_batches_and_no_sync_are_clipped_together(group, x64, schedule):
+    optimizer = optax.chain(RULES["by global norm"], ADAM)
+    options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
+    step = fddp.train_step(first_column, optimizer, group=group(2), **options)
+    state = step.init(PARAMS)
+    for x, expected in zip(ROWS, clipped("by global norm")):
+        state, _ = step.no_sync(state, x[:8])
+        state, _ = step(state, x[8:])
+        close(state.params, expected)
+
+
+@SCHEDULES
+def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
+    optimizer = optax.chain(optax.clip_by_global_norm(CAP), optax.sgd(1.0))
+    step = fddp.train_step(first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    state, _ = step(step.init(PARAMS), ROWS[0])
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, PARAMS)
+    np.testing.assert_allclose(norm(moved), CAP, rtol=1e-12)
+
+
+### What the tests above can see
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clipping_acts_in_the_reference(x64, rule):
+    free = alone(ADAM)[-1]
+    apart = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), clipped(rule)[-1], free)
+    assert max(jax.tree.leaves(apart)) > 1e-4
+
+
+def test_clipping_each_replicas_gradients_would_be_something_else(x64):
+    gradient = jax.jit(jax.grad(first_column))
+    own = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
+    clip = RULES["by global norm"]
+    first = jax.tree.map(lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in own])
+    assert min(map(norm, own)) > CAP > 1.01 * norm(first)

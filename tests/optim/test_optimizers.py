@@ -1,0 +1,216 @@
+"""Any optax transformation trains over replicas as plain JAX on the joined batch, or is refused where a step is made.
+
+All of optax's aliases and contrib's optimizers are asked, by whatever names these modules have; the parts that those
+are made of (`scale_by_…`) are in them.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trees
+from optax._src import alias
+
+import fddp
+
+close = partial(trees.close, rtol=1e-4, atol=1e-6)
+
+pytestmark = pytest.mark.steps
+
+REPLICAS = 2
+RNG = np.random.default_rng(8)
+PARAMS = {"w": RNG.normal(size=(4, 3)).astype(np.float32), "b": np.ones(3, np.float32)}
+BATCHES = [RNG.normal(size=(8, 4)).astype(np.float32) for _ in range(4)]
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    name: make
+    for module in (alias, optax.contrib)
+    for name, make in vars(module).items()
+    if not name.startswith(("_", "scale_by_")) and callable(make) and not inspect.isclass(make)
+    if module is optax.contrib or isinstance(make, partial) or make.__module__ == alias.__name__
+}
+# What they are made with, beside a learning rate of 0.1 where they have one.
+ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "differentially_private_aggregate": lambda make: make(1.0, 0.1, key=0),
+    "dpsgd": lambda make: make(0.1, 1.0, 0.1, seed=0),
+    "mechanize": lambda make: make(optax.sgd(0.1)),
+    "noisy_sgd": lambda make: make(0.1, key=0),
+    # Of itself it only scales.
+    "reduce_on_plateau": lambda make: optax.chain(optax.sgd(0.1), make(factor=0.5, patience=1, rtol=0.5)),
+    "sam": lambda make: make(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))),
+    "schedule_free": lambda make: make(optax.sgd(0.1), 0.1),
+    "split_real_and_imaginary": lambda make: make(optax.adam(0.1)),
+}
+EXTRA_ARGS: Any = optax.GradientTransformationExtraArgs  # whose type knows no update with keywords of its own
+PER_EXAMPLE = "the gradient of each example"
+REFUSED = {
+    "lbfgs": "value_fn",  # its line search computes the loss at several lengths of a step; without one it trains
+    "sophia": "obj_fn",  # differentiates the loss a second time, in random directions
+    "hutchinson_estimator_diag_hessian": "obj_fn",  # what sophia does it with
+    "dpsgd": PER_EXAMPLE,  # clips it, before the mean is made
+    "differentially_private_aggregate": PER_EXAMPLE,
+}
+NO_OPTIMIZERS = {"schedule_free_eval_params"}  # reads parameters off a state
+# What plain JAX gives them by hand.
+WITH_VALUE = {"polyak_sgd", "momo", "momo_adam", "reduce_on_plateau"}
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - 0.3) ** 2)
+
+
+def made(name: str) -> Any:
+    make = MAKERS[name]
+    rate = {"learning_rate": 0.1} if "learning_rate" in inspect.signature(make).parameters else {}
+    return ARGUMENTS[name](make) if name in ARGUMENTS else make(**rate)
+
+
+def plainly(optimizer: Any, params: Any, loss: Any = loss_fn, *, value: bool = False, batches: Any = BATCHES) -> Any:
+    """One device, the joined batch, the loop of optax's documentation."""
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss_now, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params, **({"value": loss_now} if value else {}))
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for x in batches:
+        params, state = step(params, state, x)
+    return params
+
+
+@cache
+def expected(name: str) -> Any:
+    """Where an optimizer of optax arrives in plain JAX."""
+    return plainly(made(name), PARAMS, value=name in WITH_VALUE)
+
+
+def over_replicas(
+    group: Any, optimizer: Any, params: Any, loss: Any = loss_fn, *, batches: Any = BATCHES, **options: Any
+):
+    step = fddp.train_step(loss, optimizer, group=group(REPLICAS), **options)
+    state = step.init(params)
+    for x in batches:
+        state, _ = step(state, x)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - REFUSED - NO_OPTIMIZERS))
+def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
+    assert not all(np.array_equal(x, PARAMS[leaf]) for leaf, x in expected(name).items())
+    close(over_replicas(group, made(name), PARAMS).params, expected(name))
+
+
+@pytest.mark.parametrize("schedule", ["staged", "after"])
+@pytest.mark.parametrize("name", ["reduce_on_plateau", "momo_adam", "schedule_free_adamw", "sam"])
+def test_it_does_so_on_other_schedules(group, name, schedule):
+    options = {"schedule": schedule, "bucket_cap_mb": 0, "donate": False}
+    close(over_replicas(group, made(name), PARAMS, **options).params, expected(name))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(group, name):
+    for optimizer in (made(name), optax.chain(optax.clip(1.0), made(name)), fddp.dynamic_scale(made(name))):
+        with pytest.raises(
+            TypeError, match=rf"the optimizer's update asks for {REFUSED[name]}.* which a step does not have"
+        ):
+            fddp.train_step(loss_fn, optimizer, group=group(1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        (optax.scale_by_backtracking_linesearch(5), "value_fn"),
+        (optax.scale_by_zoom_linesearch(5), "value_fn"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn"),
+        (EXTRA_ARGS(lambda p: (), lambda u, s, p=None, *, tokens, **_: (u, s)), "tokens"),
+    ],
+    ids=["backtracking", "zoom", "opaque sam", "the user's own"],
+)
+def test_so_is_every_other_that_asks_for_a_function(group, optimizer, wanted):
+    with pytest.raises(TypeError, match=rf"asks for {wanted}, which a step does not have.*linesearch=None"):
+        fddp.train_step(loss_fn, optimizer, group=group(1))
+
+
+def test_what_only_the_parameters_show_is_refused_by_init(group):
+    labels = {"layer": "search", "bias": "rest"}  # for other names than those made up
+    optimizer = optax.partition({"search": optax.lbfgs(), "rest": optax.sgd(0.1)}, labels)
+    step = fddp.train_step(lambda p, x: loss_fn(p["layer"], x), optimizer, group=group(1))
+    with pytest.raises(TypeError, match="asks for value_fn, which a step does not have"):
+        step.init({"layer": PARAMS, "bias": np.ones(2, np.float32)})
+
+
+def test_lbfgs_without_a_line_search_trains(group):
+    optimizer = optax.lbfgs(0.1, linesearch=None)
+    close(over_replicas(group, optimizer, PARAMS).params, plainly(optimizer, PARAMS))
+
+
+def test_extra_arguments_reach_what_is_wrapped(group):
+    for wrap in (
+        lambda inner: optax.chain(optax.clip_by_global_norm(1.0), inner),
+        lambda inner: optax.MultiSteps(inner, 2),
+        lambda inner: fddp.dynamic_scale(inner),
+    ):
+        optimizer = wrap(optax.polyak_sgd())
+        close(over_replicas(group, optimizer, PARAMS).params, plainly(optimizer, PARAMS, value=True))
+
+
+def test_a_step_that_dynamic_scale_passes_over_leaves_the_extra_state_alone(group):
+    inner = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5))
+    bad = np.full_like(BATCHES[0], np.nan)
+    got = over_replicas(group, fddp.dynamic_scale(inner), PARAMS, batches=[BATCHES[0], bad, *BATCHES[1:]])
+    close(got.params, plainly(inner, PARAMS, value=True))
+    assert int(got.opt_state.inner[0][0].count) == len(BATCHES)
+    assert np.isfinite(got.opt_state.inner[1].best_value)
+
+
+def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(group):
+    weighted = lambda p, x: fddp.Weighted(jnp.mean(p * x), jnp.sum(x))  # noqa: E731
+    seen = EXTRA_ARGS(
+        lambda params: jnp.zeros(()),
+        lambda updates, state, params=None, *, value, grad, **_: (updates, value + 0 * grad),
+    )
+    state = over_replicas(group, seen, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)])
+    assert float(state.opt_state) == (1 + 9) / 4
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "staged"}, {"find_unused_parameters": True}], ids=str)
+def test_lookahead_trains_as_in_plain_jax(group, options):
+    optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
+
+    def plain(params: Any) -> Any:
+        state = optimizer.init(params)
+        for x in BATCHES:
+            updates, state = optimizer.update(jax.grad(loss_fn)(params.fast, x), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    start, scale = optax.LookaheadParams.init_synced(PARAMS), fddp.dynamic_scale(optimizer)
+    ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
+    for one in (optimizer, scale) if options == {} else (optimizer,):
+        close(over_replicas(group, one, start, ahead, **options).params, plain(start))
+
+
+def test_lookahead_leaves_alone_what_was_not_used(group):
+    start = optax.LookaheadParams.init_synced(PARAMS | {"unused": np.ones(2, np.float32)})
+    optimizer = optax.lookahead(optax.adamw(0.1, weight_decay=0.5), 2, 0.5)
+    ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
+    state = over_replicas(group, optimizer, start, ahead, find_unused_parameters=True)
+    for half in state.params:
+        np.testing.assert_array_equal(half["unused"], 1)
+    np.testing.assert_array_equal(state.opt_state.fast_state[0].mu["unused"], 0)
+    assert np.all(state.params.slow["w"] != PARAMS["w"])
+
+
+def test_a_step_for_lookahead_is_made_without_a_warning(group, caplog):
+    fddp.train_step(loss_fn, optax.lookahead(optax.sgd(0.1), 2, 0.5), group=group(1))
+    assert caplog.records == []

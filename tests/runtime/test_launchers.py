@@ -1,0 +1,311 @@
+"""Every launcher's environment is read for what it says, and for nothing it does not say."""
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fddp.runtime.hints import hints
+from fddp.runtime.launchers import pmi_socket, read_launch, spoken
+from fddp.runtime.place import Launch
+from fddp.watching.abort import read_grace
+
+EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+JOB = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
+STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[007-012,040],login"}
+SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+
+# What Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 really set on rank 1 of two nodes, as far as it is of interest.
+SRUN = {
+    "SLURM_JOB_ID": "6",
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+SRUN_PMI2 = SRUN | {
+    "SLURM_MPI_TYPE": "pmi2",
+    "PMI_FD": "11",
+    "PMI_JOBID": "6.2",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+SRUN_PMIX = SRUN | {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.6.2"}
+# mpiexec inside sbatch -N2 -n2: its proxies are tasks of a step, one a node.
+HYDRA_IN_SBATCH = SRUN | {
+    "PMI_FD": "5",
+    "PMI_HOSTNAME": "n2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+# The same where the job's script has said SLURM_MPI_TYPE=pmi2, for Slurm the default of srun --mpi.
+HYDRA_IN_SBATCH_PMI2 = HYDRA_IN_SBATCH | {"SLURM_MPI_TYPE": "pmi2", "PMI_JOBID": "6.2"}
+OPEN_MPI_IN_SBATCH = SRUN | {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "PMIX_RANK": "1",
+}
+MET = f"n1:{6 + 61440}"
+# As Slurm's plugin for Cray sets them too, on Perlmutter say.
+SRUN_CRAY = SRUN | {
+    "SLURM_MPI_TYPE": "cray_shasta",
+    "PALS_RANKID": "1",
+    "PALS_LOCAL_RANKID": "0",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_LOCAL_RANK": "0",
+}
+TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+# What torchrun of PyTorch 2.13 sets, as far as it is of interest.
+TORCHRUN = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+TORCH_MET = f"node1:{61440 + 29501 % 4096}"
+JAX = {"JAX_COORDINATOR_ADDRESS": "node1:4711", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1", "PMI_ID": "3"}
+# What prterun of PRRTE 3 sets; Open MPI's mpirun, which is made of it, adds its own.
+PRRTE = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-5003@1", "PRTE_LAUNCHED": "1"}
+INDEXED = {"JOB_COMPLETION_INDEX": "2"}
+PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({}, Launch("alone", 0, 1)),
+        ({"PATH": "/bin", "SLURM_NTASKS": "2"}, Launch("alone", 0, 1)),
+        (EXPLICIT, Launch("FDDP_* variables", 1, 3, None, "node1:4711")),
+        ({"FDDP_RANK": "0", "FDDP_SIZE": "1"}, Launch("FDDP_* variables", 0, 1)),
+        (EXPLICIT | {"FDDP_LOCAL_RANK": "2"}, Launch("FDDP_* variables", 1, 3, 2, "node1:4711")),
+        (OPEN_MPI, Launch("Open MPI", 2, 4, 0)),
+        (HYDRA, Launch("Hydra", 5, 8, 1)),
+        (HYDRA | {"PMI_FD": "7"}, Launch("Hydra", 5, 8, 1, pmi_fd=7)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("Hydra", 0, 2)),
+        (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{123456 % 4096 + 61440}")),
+        (SRUN, Launch("Slurm", 1, 2, 0, MET)),
+        (SRUN | {"SLURM_MPI_TYPE": "none"}, Launch("Slurm", 1, 2, 0, MET)),
+        (SRUN_PMI2, Launch("Slurm", 1, 2, 0, MET, "pmi2")),
+        (SRUN_PMIX, Launch("Slurm", 1, 2, 0, MET, "pmix")),
+        (HYDRA_IN_SBATCH, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
+        (HYDRA_IN_SBATCH_PMI2, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
+        (OPEN_MPI_IN_SBATCH, Launch("Open MPI", 1, 2, 0)),
+        (SRUN_CRAY, Launch("Slurm", 1, 2, 0, MET, "cray_shasta")),
+        (TORCHRUN, Launch("torchrun", 1, 2, 1, TORCH_MET, local_size=2)),
+        (TORCH, Launch("torchrun's variables", 1, 2, None, TORCH_MET)),
+        (JAX, Launch("JAX_* variables", 3, 4, None, "node1:4711")),
+        (PALS, Launch("PALS", 3, 4, 1)),
+        (FLUX, Launch("Flux", 3, 4, 1)),
+        (FLUX | {"MPI_LOCALRANKID": "0"}, Launch("Hydra", 3, 4, 0)),
+        (MVAPICH, Launch("MVAPICH", 3, 4, 1)),
+        (PRRTE | PLACE, Launch("FDDP_SIZE and PMIX_RANK", 1, 3, None, "train-0.train:4711")),
+        (INDEXED | PLACE, Launch("FDDP_SIZE and JOB_COMPLETION_INDEX", 2, 3, None, "train-0.train:4711")),
+    ],
+    ids=str,
+)
+def test_a_launcher_is_read_for_what_it_says(env, launch):
+    assert read_launch(env) == launch
+
+
+def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
+    """As where a program between the two has closed it: nobody writes to the file that has its number now."""
+    taken = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
+    ours, mpiexecs = socket.socketpair()
+    with ours, mpiexecs:
+        closed = ours.fileno()
+        assert taken(closed) == closed
+    with (tmp_path / "log").open("w") as file:
+        assert taken(file.fileno()) is None
+    assert taken(closed) is None
+    assert taken(None) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[007-012,040],login", "node007"),
+        ("node[3,5]", "node3"),
+        ("login,node[1-2]", "login"),
+        ("gpu-a.site.org", "gpu-a.site.org"),
+        ("rack2-n[08-09]", "rack2-n08"),
+    ],
+)
+def test_rank_0_of_slurm_is_met_on_the_first_node_of_the_step(nodes, first):
+    coordinator = read_launch(SLURM | {"SLURM_STEP_NODELIST": nodes}).coordinator
+    assert coordinator is not None and coordinator.rsplit(":", 1)[0] == first
+
+
+def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():
+    ranks = {read_launch(SLURM | {"SLURM_PROCID": str(rank)}).coordinator for rank in range(16)}
+    assert len(ranks) == 1
+    assert read_launch(SLURM | {"SLURM_JOB_ID": "123457"}).coordinator not in ranks
+    (coordinator,) = ranks
+    assert coordinator is not None and 1024 < int(coordinator.rsplit(":", 1)[1]) < 2**16
+
+
+# What Slurm 22.05 sets for a script of sbatch, and for the shell of salloc, which is no task.
+SBATCH_N2 = {"SLURM_JOB_ID": "6", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+SALLOC = {"SLURM_JOB_ID": "8", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+# A site may have salloc open its shell as a step of its own.
+SALLOC_STEP = SRUN | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+
+
+def test_a_script_under_sbatch_without_srun_is_alone():
+    assert read_launch(JOB) == Launch("alone", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "tasks"),
+    [
+        (JOB, 16),
+        (SBATCH_N2, 2),
+        (SBATCH_N2 | {"SLURM_NTASKS_PER_NODE": "4"}, 8),
+        (SALLOC, 2),
+        (SALLOC_STEP, 2),
+        (SALLOC | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, None),  # sbatch -n 1
+        (SBATCH_N2 | {"SLURM_NNODES": "1"}, None),  # sbatch -N 1 -c 2
+        (SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun -n 1
+        (SRUN, None),
+        (HYDRA_IN_SBATCH, None),
+        (OPEN_MPI_IN_SBATCH, None),
+        (SBATCH_N2 | {"FDDP_RANK": "0", "FDDP_SIZE": "1"}, None),
+        ({"SLURM_NTASKS": "2"}, None),  # no job: the user's own setting
+    ],
+    ids=str,
+)
+def test_a_process_alone_in_a_job_of_several_tasks_is_told_of_srun(env, tasks):
+    told = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
+    assert hints(read_launch(env), env) == (() if tasks is None else (told,))
+
+
+def test_the_users_own_variables_win_then_the_innermost_launcher():
+    everything = SLURM | HYDRA | OPEN_MPI | EXPLICIT
+    assert read_launch(everything).launcher == "FDDP_* variables"
+    assert read_launch(SLURM | HYDRA | OPEN_MPI).launcher == "Open MPI"
+    # mpiexec inside a Slurm allocation starts its processes through srun.
+    assert read_launch(SLURM | HYDRA).launcher == "Hydra"
+
+
+def test_torchrun_wins_over_what_started_it_and_its_variables_over_nothing():
+    """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them may be anybody's."""
+    for outer in (SRUN, HYDRA, OPEN_MPI, FLUX, PALS, JAX):
+        assert read_launch(TORCHRUN | outer).launcher == "torchrun"
+        assert read_launch(TORCH | outer) == read_launch(outer)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "3"},
+        {"RANK": "first class", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "1", "MASTER_ADDR": "node1"},
+        {"JAX_COORDINATOR_ADDRESS": "node1:4711"},
+    ],
+    ids=str,
+)
+def test_a_rank_that_stands_alone_is_nobodys_and_nothing_is_said(env):
+    assert read_launch(env) == Launch("alone", 0, 1)
+    assert hints(read_launch(env), env) == ()
+
+
+@pytest.mark.parametrize("port", [1, 4711, 29500, 61439, 61440, 65535])
+def test_ranks_of_torchrun_meet_beside_its_own_store(port):
+    ranks = {read_launch(TORCHRUN | {"RANK": rank, "MASTER_PORT": str(port)}).coordinator for rank in "01"}
+    (met,) = ranks
+    assert met is not None and met.startswith("node1:")
+    assert int(met.rsplit(":", 1)[1]) != port and 61440 <= int(met.rsplit(":", 1)[1]) < 2**16
+
+
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        (PRRTE, ["PMIX_RANK=1", "FDDP_SIZE"]),
+        (INDEXED, ["JOB_COMPLETION_INDEX=2", "FDDP_SIZE", "FDDP_COORDINATOR"]),
+        ({"PALS_RANKID": "1"}, ["PALS_RANKID=1", "FDDP_SIZE"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "MASTER_ADDR, MASTER_PORT", "torchrun"]),
+        (TORCH | {"MASTER_PORT": None}, ["not MASTER_PORT"]),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS"]),
+    ],
+    ids=str,
+)
+def test_a_process_that_has_siblings_and_no_place_to_meet_says_so_in_one_line(env, names):
+    env = {name: value for name, value in env.items() if value is not None}
+    launch = read_launch(env)
+    assert launch == Launch("alone", 0, 1)
+    (line,) = hints(launch, env)
+    assert "trains alone" in line and "\n" not in line
+    assert [name for name in names if name not in line] == []
+
+
+def test_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_none():
+    for env in (OPEN_MPI | TORCH, HYDRA | JAX, SRUN | JAX, TORCHRUN | JAX, JAX | TORCH):
+        (line,) = hints(read_launch(env), env)
+        assert line.startswith(read_launch(env).launcher) and "the former counts" in line and "\n" not in line
+    agreeing = TORCH | {"RANK": "2", "WORLD_SIZE": "4"}
+    for env in (OPEN_MPI | agreeing, SRUN | TORCHRUN, OPEN_MPI | {"RANK": "x"}, EXPLICIT | TORCH, OPEN_MPI_IN_SBATCH):
+        assert hints(read_launch(env), env) == ()
+
+
+def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
+    known = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
+    said = spoken(known | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
+    assert said.items() <= known.items() and not {"HOME", "XRANK", "RANKS"} & set(said)
+    assert {"RANK", "MASTER_PORT", "JAX_PROCESS_ID", "PALS_RANKID", "FLUX_JOB_SIZE", "PMIX_RANK"} <= set(said)
+
+
+def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():
+    assert read_launch(OPEN_MPI | {"FDDP_COORDINATOR": "a:1"}) == replace(read_launch(OPEN_MPI), coordinator="a:1")
+
+
+def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
+    assert [read_launch(env).by_mpi for env in (OPEN_MPI, HYDRA, SLURM, EXPLICIT, {})] == [True, True] + [False] * 3
+    assert [read_launch(env).by_mpi for env in (PALS, FLUX, MVAPICH, TORCHRUN, JAX)] == [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"FDDP_RANK": "0"}, "FDDP_RANK given but not FDDP_SIZE"),
+        ({"FDDP_SIZE": "2"}, "FDDP_SIZE given but not FDDP_RANK"),
+        ({"FDDP_COORDINATOR": "a:1"}, "FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE"),
+        (EXPLICIT | {"FDDP_RANK": "one"}, "FDDP_RANK must be a whole number, got 'one'"),
+        (EXPLICIT | {"FDDP_RANK": ""}, "FDDP_RANK must be a whole number, got ''"),
+        (EXPLICIT | {"FDDP_RANK": "3"}, "FDDP_[*] variables says this is rank 3 of 3"),
+        (EXPLICIT | {"FDDP_RANK": "-1"}, "rank -1 of 3"),
+        (EXPLICIT | {"FDDP_SIZE": "0"}, "rank 1 of 0"),
+        (EXPLICIT | {"FDDP_COORDINATOR": "node1"}, "coordinator 'node1'; it must be host:port"),
+        (EXPLICIT | {"FDDP_COORDINATOR": "node1:http"}, "coordinator 'node1:http'; it must be host:port"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI says this is rank 2 of 2"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
+        (HYDRA | {"PMI_SIZE": "8.0"}, "PMI_SIZE must be a whole number, got '8.0'"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is not set"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST is not set"),
+        ({"FLUX_TASK_RANK": "0"}, "FLUX_JOB_SIZE is not set"),
+        (TORCHRUN | {"RANK": "2"}, "torchrun says this is rank 2 of 2"),
+        (TORCH | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "node1"}, "coordinator 'node1'; it must be host:port"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST must be a list of hosts, got ''"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says):
+    with pytest.raises(ValueError, match=says):
+        read_launch(env)
+
+
+def test_the_grace_of_a_rank_that_fails_is_five_seconds_or_as_the_environment_says():
+    assert [read_grace(env) for env in ({}, {"FDDP_GRACE_S": "0.5"}, {"FDDP_GRACE_S": "0"})] == [5, 0.5, 0]
+    for text in ("", "soon", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"FDDP_GRACE_S must be a number of seconds of 0 or more, got '{text}'"):
+            read_grace({"FDDP_GRACE_S": text})

@@ -1,0 +1,103 @@
+"""Every replica goes on with the same buffers: replica 0's, or the mean of all, or each with its own.
+
+That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between processes in `on_ranks/buffers.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from every_schedule import SCHEDULES
+
+import fddp
+
+REPLICAS = 4
+
+
+def noting(w: Any, x: Any, *, model_state: Any) -> Any:
+    """Adds this replica's mean to one buffer and counts its steps in another."""
+    new = {"seen": model_state["seen"] + jnp.mean(x), "count": model_state["count"] + 1}
+    return jnp.mean((x - w) ** 2), (new, None)
+
+
+def buffers(group: Any, mode: Any, schedule: Any, steps: int = 2) -> Any:
+    step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers=mode, schedule=schedule)
+    state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})
+    for _ in range(steps):
+        state, _ = step(state, np.array([1, 2, 4, 9], np.float32))
+    return state.model_state
+
+
+def on_each(x: Any) -> list[float]:
+    return [float(np.asarray(shard.data)) for shard in x.addressable_shards]
+
+
+@SCHEDULES
+@pytest.mark.parametrize(
+    ("mode", "seen"), [(True, [2.0] * 4), ("mean", [8.0] * 4), (False, [2.0, 4.0, 8.0, 18.0])], ids=str
+)
+def test_after_two_steps_the_buffers_are_replica_0s_or_the_mean_or_each_replicas_own(group, schedule, mode, seen):
+    state = buffers(group, mode, schedule)
+    assert on_each(state["seen"]) == seen
+    assert on_each(state["count"]) == [2.0] * 4
+
+
+ODD = {
+    "zeros": np.array([-0.0, 0.0], np.float32),
+    "small": np.array([1e-45, -1e-40], np.float32),  # below the normal numbers
+    "nan": np.array([0x7FC12345, 0xFF800001], np.uint32).view(np.float32),  # with a payload
+    "half": np.array([-0.0, 6e-8, 1 / 3], np.float16),
+    "bfloat16": np.array([-0.0, 1e-40, 1 / 3], jnp.bfloat16),
+    "float8": np.array([-0.0, 448, 2**-9], jnp.float8_e4m3fn),
+    "float4": np.array([-0.0, 6, 0.5], jnp.float4_e2m1fn),
+    "int4": np.array([-8, 7, 0], jnp.int4),
+    "uint4": np.array([15, 0, 1], jnp.uint4),
+    "complex": np.array([complex(-0.0, 1e-45), 1j], np.complex64),
+    "flags": np.array([True, False]),
+    "empty": np.zeros((0, 2), np.float32),
+}
+
+
+@SCHEDULES
+def test_buffers_of_any_dtype_are_replica_0s_bit_for_bit(group, schedule):
+    """Replica 0's rows are ones, the others' twos: only ones may be seen."""
+
+    def loss(w: Any, x: Any, *, model_state: Any) -> Any:
+        mine = jnp.all(x == 1)
+        kept = {name: jnp.where(mine, jnp.asarray(old), jnp.ones_like(old)) for name, old in model_state["odd"].items()}
+        key = jnp.where(mine, jax.random.key(7), jax.random.key(8))
+        return jnp.mean((x - w) ** 2), ({"odd": kept, "key": key}, None)
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)
+    state = step.init(np.float32(0), model_state={"odd": ODD, "key": jax.random.key(0)})
+    state, _ = step(state, np.array([1, 2, 2, 2], np.float32))
+    for name, value in ODD.items():
+        for shard in state.model_state["odd"][name].addressable_shards:
+            assert shard.data.dtype == value.dtype, name
+            assert np.asarray(shard.data).tobytes() == value.tobytes(), name
+    assert state.model_state["key"] == jax.random.key(7)
+
+
+@SCHEDULES
+def test_buffers_that_are_averaged_cost_no_message_of_their_own(group, schedule):
+    step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
+    state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})
+    _, info = step(state, np.ones(4, np.float32))
+    assert len(info.sent) == len(step.plan.buckets) == 1
+
+
+def test_averaged_batch_norm_statistics_are_those_of_all_rows(group):
+    """Running means are linear in the rows; the variances of parts do not add up to that of the whole, as in DDP."""
+    rows = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+    def loss(w: Any, x: Any, *, model_state: Any) -> Any:
+        mean = jnp.mean(x, 0)
+        return jnp.mean((x - mean) ** 2 * w), (0.9 * model_state + 0.1 * mean, None)
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean")
+    state, _ = step(step.init(np.float32(1), model_state=np.zeros(3, np.float32)), rows)
+    np.testing.assert_allclose(state.model_state, 0.1 * rows.mean(0), rtol=1e-5, atol=1e-7)
+    assert jax.tree.leaves(state.model_state)[0].sharding.is_fully_replicated

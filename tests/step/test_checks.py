@@ -1,0 +1,315 @@
+"""A fault in what a person passes is said at once, by name, with what was got."""
+
+import ast
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from problems import square
+
+import fddp
+
+W = np.zeros((), np.float32)
+X = np.ones(8, np.float32)
+
+
+def buffered(w: Any, x: Any, *, model_state: Any) -> Any:
+    return square(w, x), (model_state, None)
+
+
+@pytest.fixture
+def make(group) -> Callable[..., fddp.TrainStep]:
+    """`make(loss, **options)`: a step on four replicas."""
+    return lambda loss=square, **options: fddp.train_step(loss, optax.sgd(0.1), group=group(4), **options)
+
+
+def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=says):
+        call()
+
+
+### Batches
+
+
+BATCHES = [
+    (np.ones(6), r"6 rows cannot be divided into 4 equal parts: .* 4 replicas × 1 micro-batches"),
+    (np.ones(0), "0 rows cannot be divided"),
+    ({"x": np.ones(8), "y": np.ones((4, 2))}, r"equally many rows, got x float64\[8\], y float64\[4, 2\]"),
+    ({"x": np.ones(8), "y": np.ones(())}, r"equally many rows, got x float64\[8\], y float64\[\]"),
+    (3.0, "equally many rows, got float"),
+    ([1.0] * 8, r"Python lists of numbers, at its top: make arrays, with np.asarray\.$"),
+    ({"x": [[1, 2]] * 8, "y": ([0] * 8, [1] * 8), "z": X}, r"numbers, x, y/0, y/1: make arrays, with np.asarray\.$"),
+    ((np.ones(8), 0.5), r"equally many rows, got 0 float64\[8\], 1 float"),
+    (
+        [np.ones(k) for k in range(40)],
+        r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 micro-batches; give",
+    ),
+    (None, "the batch is empty: got None"),
+    ({}, "the batch is empty: got {}"),
+    ({"x": None}, "the batch is empty: got {'x': None}"),
+]
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused_and_spoils_nothing(make):
+    step = make()
+    state = step.init(W)
+    for _ in range(2):  # before and after the program exists
+        for batch, says in BATCHES:
+            refused(ValueError, says, partial(step, state, batch))
+            refused(ValueError, says, partial(step.no_sync, state, batch))
+        state, info = step(state, X)
+        assert info.loss > 0
+
+
+def test_micro_batches_count_in_the_division(make):
+    step = make(accumulation_steps=3)
+    refused(
+        ValueError,
+        "16 rows .* 12 equal parts: .* 4 replicas × 3 micro-batches",
+        lambda: step(step.init(W), X[:1].repeat(16)),
+    )
+
+
+### Parameters
+
+
+@pytest.mark.parametrize("params", [{}, None, (), {"a": None}], ids=str)
+def test_params_without_arrays_are_refused(make, params):
+    refused(ValueError, f"params holds no arrays: got {re.escape(repr(params))}", lambda: make().init(params))
+
+
+def test_params_without_floats_are_refused_by_what_they_hold(make):
+    params = {"count": np.int32(1), "mask": np.zeros(2, bool)}
+    says = r"no float arrays, so there is nothing to train: got count int32\[\]; mask bool\[2\]"
+    refused(ValueError, says, lambda: make().init(params))
+
+
+def test_params_that_are_no_arrays_are_refused(make):
+    refused(TypeError, "str", lambda: make().init({"a": "weights"}))
+
+
+def test_a_random_key_among_the_params_is_refused_by_its_name(make):
+    params = {"w": np.ones(2), "key": jax.random.key(0)}
+    refused(TypeError, r"params\['key'\] is a random key.*rng=", lambda: make().init(params))
+
+
+def test_params_of_another_model_are_refused_by_their_leaves(make, group):
+    total = lambda p, x: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) + jnp.mean(x)  # noqa: E731
+    step = make(total)
+    state, other = step.init({"w": np.ones(3)}), step.init({"y": np.ones(3), "z": np.ones(2)})
+    says = r"they have y float32\[3\]; z float32\[2\], and lack w float32\[3\]"
+    state, _ = step(state, X)
+    refused(ValueError, says, lambda: step(other, X))
+    refused(ValueError, says, lambda: step.no_sync(other, X))
+    f = fddp.value_and_grad(total, group=group(4))
+    f({"w": np.ones(3)}, X)
+    refused(ValueError, r"they have 0 float32\[3\], and lack w", lambda: f([np.ones(3)], X))
+
+
+def test_what_is_no_group_is_refused(group):
+    two: Any = 2
+    all_of_them: Any = "all"
+    for call in (fddp.train_step, partial(fddp.tune, params=W, batch=X)):
+        says = r"group must be a fddp.Group, .* got 2"
+        refused(TypeError, says, lambda call=call: call(square, optax.sgd(0.1), group=two))
+    refused(
+        TypeError, r"group must be a fddp.Group, .* got 'all'", lambda: fddp.value_and_grad(square, group=all_of_them)
+    )
+    refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
+
+
+### Losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "has_aux", "kind", "says"),
+    [
+        (lambda w, x: (x - w) ** 2, False, ValueError, r"loss must be a scalar, got float32\[2\]; take its mean"),
+        (lambda w, x: jnp.int32(w), False, TypeError, r"loss must be a float, got int32\[\]"),
+        (lambda w, x: w * 1j, False, TypeError, r"loss must be a float, got complex64\[\]"),
+        (lambda w, x: None, False, TypeError, "loss must be an array computed from params, got NoneType"),
+        (lambda w, x: (w, {}), False, TypeError, r"one number, got a tuple .*; metrics need has_aux=True"),
+        (lambda w, x: w, True, TypeError, r"must return \(loss, aux\), got float32\[\]"),
+        (lambda w, x: (w, 1.0, 2.0), True, TypeError, r"must return \(loss, aux\), got \(float32\[\], float, float\)"),
+        (lambda w, x: (w, {"hits": jnp.int32(3)}), True, TypeError, r"aux\['hits'\] must be a float .* got int32\[\]"),
+        (lambda w, x: (w, {"hit": jnp.bool_(1)}), True, TypeError, r"aux\['hit'\] must be a float .* got bool\[\]"),
+        (lambda w, x: (w, {"name": "mlp"}), True, TypeError, r"aux\['name'\] must be a float .* got str"),
+        (lambda w, x: fddp.Weighted(w, None), False, TypeError, "weight of a loss must be one number, .* got NoneType"),
+        (lambda w, x: fddp.Weighted(w, "8"), False, TypeError, "weight of a loss must be one number, .* got str"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_aux, kind, says):
+    step = make(loss, has_aux=has_aux)
+    refused(kind, says, lambda: step(step.init(W), X))
+    refused(kind, says, lambda: step.no_sync(step.init(W), X))
+    refused(kind, says, lambda: fddp.value_and_grad(loss, group=group(4), has_aux=has_aux)(W, X))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "says"),
+    [
+        (lambda w, x, *, model_state: w, TypeError, r"must return \(loss, \(model_state, aux\)\), got float32"),
+        (lambda w, x, *, model_state: (w, model_state), TypeError, r"must return \(loss, \(model_state, aux\)\)"),
+        (lambda w, x, *, model_state: (w, ({}, None)), ValueError, "model_state of the structure it was given"),
+        (lambda w, x, *, model_state: (w, (None, None)), ValueError, "model_state of the structure it was given"),
+    ],
+)
+def test_a_loss_that_loses_the_model_state_is_refused(make, loss, kind, says):
+    step = make(loss)
+    refused(kind, says, lambda: step(step.init(W, model_state={"mean": W}), X))
+
+
+@pytest.mark.parametrize("new", [np.zeros(3, np.float32), np.int32(0)], ids=["shape", "dtype"])
+def test_a_buffer_that_changes_its_form_is_refused_by_name(make, new):
+    step = make(lambda w, x, *, model_state: (w, ({"mean": jnp.asarray(new)}, None)))
+    refused(ValueError, "mean", lambda: step(step.init(W, model_state={"mean": W}), X))
+
+
+def test_a_collective_over_an_unbound_axis_is_refused_by_name(make):
+    step = make(lambda w, x: square(w, x - jax.lax.pmean(x, "batch")))
+    refused(
+        ValueError,
+        "collective over the axis 'batch'.* 'local' has the axis 'replica'",
+        lambda: step(step.init(W), X),
+    )
+
+
+def test_an_error_of_the_loss_itself_comes_through(make):
+    def loss(w: Any, x: Any) -> Any:
+        raise KeyError("targets")
+
+    step = make(loss)
+    refused(KeyError, "targets", lambda: step(step.init(W), X))
+
+
+### Options
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb must be 0 or more MiB, got -1"),
+        ({"bucket_cap_mb": [1, -1]}, ValueError, r"bucket_cap_mb must be one cap or more, .* got \[1, -1\]"),
+        ({"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb must be 0 or more MiB, got nan"),
+        ({"first_bucket_mb": "1"}, ValueError, "first_bucket_mb must be 0 or more MiB, got '1'"),
+        ({"last_bucket_mb": None}, ValueError, "last_bucket_mb must be 0 or more MiB, got None"),
+        ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be a whole number of 1 or more, got 0"),
+        ({"accumulation_steps": 1.5}, ValueError, "accumulation_steps must be .*, got 1.5"),
+        ({"accumulation_steps": True}, ValueError, "accumulation_steps must be .*, got True"),
+        ({"order": "forward"}, ValueError, "order must be one of ready, reverse, got 'forward'"),
+        ({"schedule": "later"}, ValueError, "schedule must be one of auto, fused.*, got 'later'"),
+        ({"groups": 3}, TypeError, "groups must be a function from a leaf's path .*, got int"),
+        ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
+        ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
+        ({"bucket_cap": 5}, TypeError, "has no option 'bucket_cap'; it has bucket_cap_mb, "),
+        ({"static_graph": True}, TypeError, "'static_graph'; static_graph: leave it out, the program is known"),
+        ({"device_ids": [0]}, TypeError, r"'device_ids'; device_ids: leave it out, the devices are the group's\.$"),
+        ({"process_group": None, "cap": 1}, TypeError, "process_group: give group=.*; it has bucket_cap_mb, "),
+    ],
+    ids=str,
+)
+def test_an_option_is_checked_where_it_is_given(make, group, options, kind, says):
+    refused(kind, says, lambda: make(**options))
+    if "donate" not in options:
+        refused(kind, says, lambda: fddp.value_and_grad(square, group=group(1), **options))
+
+
+def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
+    refused(TypeError, "fddp.train_step: loss_fn must be a function, got float", lambda: make(1.0))
+    refused(TypeError, "fddp.value_and_grad: loss_fn must be a function, got dict", lambda: fddp.value_and_grad({}))  # pyright: ignore[reportArgumentType]
+    bad: Any = lambda params: params  # noqa: E731
+    refused(
+        TypeError,
+        "optimizer must be one of optax's, got function",
+        lambda: fddp.train_step(square, bad, group=group(1)),
+    )
+
+
+def test_every_argument_of_ddp_is_an_option_or_answered(group):
+    """Those of PyTorch 2.13, and of the one that is installed here, if one is."""
+    ddp = (
+        "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters "
+        "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce "
+        "mixed_precision device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy "
+        "forward_sync_buffers"
+    )
+    options = {field.name for field in fields(fddp.Options)}
+    for name in {*ddp.split(), *arguments_of_installed_ddp()}:
+        if name not in options:
+            refused(TypeError, f"; {name}: [^;]*$", partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}))
+
+
+def arguments_of_installed_ddp() -> list[str]:
+    """Read in its source: importing PyTorch takes seconds."""
+    torch = find_spec("torch")
+    if torch is None or not torch.submodule_search_locations:
+        return []
+    source = Path(torch.submodule_search_locations[0], "nn", "parallel", "distributed.py").read_text()
+    (ddp,) = (x for x in ast.parse(source).body if isinstance(x, ast.ClassDef) and x.name == "DistributedDataParallel")
+    (init,) = (x for x in ddp.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
+    names = [argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)]
+    return [name for name in names if name not in ("self", "module")]
+
+
+@pytest.mark.parametrize(
+    ("module", "adapter"),
+    [
+        (linen.Dense(1), "from_linen"),
+        (linen.Dense, "from_linen"),
+        (nnx.Linear(1, 1, rngs=nnx.Rngs(0)), "from_nnx"),
+        (nnx.Linear, "from_nnx"),
+    ],
+    ids=["linen", "linen class", "nnx", "nnx class"],
+)
+def test_a_module_in_the_place_of_the_loss_is_told_what_makes_one_of_it(group, module, adapter):
+    """DDP takes a module, and Flax's can be called."""
+    says = rf"loss_fn must be a loss, .* got the module (Dense|Linear); fddp\.{adapter}\(module, loss\)"
+    refused(TypeError, says, lambda: fddp.train_step(module, optax.sgd(0.1), group=group(1)))
+    refused(TypeError, says, lambda: fddp.value_and_grad(module, group=group(1)))
+
+
+def test_what_nnx_compiled_is_a_function(group):
+    step = fddp.train_step(nnx.jit(square), optax.sgd(0.1), group=group(1))
+    assert step(step.init(W), X)[1].loss == 1
+
+
+def test_flaxs_optimizers_are_told_to_give_what_they_hold(group):
+    bad: Any = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    refused(TypeError, "got Optimizer; pass its .tx", lambda: fddp.train_step(square, bad, group=group(1)))
+
+
+def test_a_plan_before_a_state_and_a_look_at_several_programs_are_refused(make):
+    refused(ValueError, "call step.init", lambda: make().plan)
+    step = make(schedule="after")
+    refused(ValueError, "runs several programs", lambda: step.lower(step.init(W), X))
+
+
+### Calls under a transformation
+
+
+def test_a_step_under_jit_is_refused(make):
+    step = make()
+    state = step.init(W)
+    says = "cannot be called under jax.jit, grad or vmap"
+    refused(TypeError, says, lambda: jax.jit(lambda state, x: step(state, x)[1].loss)(state, X))
+    refused(TypeError, says, lambda: jax.jit(lambda x: step(state, x)[1].loss)(X))
+    refused(TypeError, says, lambda: jax.jit(lambda x: step.no_sync(state, x)[1].loss)(X))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad], ids=["jit", "grad"])
+def test_value_and_grad_under_a_transformation_is_refused(group, transform):
+    f = fddp.value_and_grad(square, group=group(4))
+    says = "cannot be called under jax.jit, grad or vmap"
+    refused(TypeError, says, lambda: transform(lambda w: f(w, X)[0])(W))
+    refused(TypeError, says, lambda: transform(lambda x: f(W, x)[0])(X))

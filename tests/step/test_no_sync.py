@@ -1,0 +1,202 @@
+"""Any number of calls, then a step, are one step on all their rows.
+
+Nothing is sent in between. Plain JAX on the joined batch is the truth, and a loop over replicas where each has its own
+buffers. What a call tells about its rows, and what is pending then, is tested in `test_value_and_grad.py`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import trees
+from every_schedule import SCHEDULES
+from problems import first_column
+from trees import bits
+
+import fddp
+from fddp.comm.transport import Hosts
+
+close = partial(trees.close, rtol=1e-12, atol=1e-13)
+
+pytestmark = pytest.mark.steps
+
+REPLICAS = 4
+ROWS = 16  # of one call: two micro-batches of two rows for each replica
+HELD = (0, 3, 1, 4)  # calls of no_sync before each step
+CALLS = sum(HELD) + len(HELD)
+RNG = np.random.default_rng(1)
+PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.normal(size=5)}
+ADAM = optax.adam(1e-2)
+
+
+def batches(count: int) -> Iterator[np.ndarray]:
+    """Rows of so many calls, the same each time."""
+    random = np.random.default_rng(2)
+    return (random.normal(size=(ROWS, 3)) for _ in range(count))
+
+
+def shards(x: jax.Array) -> list[Any]:
+    """What each replica has, in order."""
+    return [np.asarray(shard.data) for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)]
+
+
+@cache
+def alone() -> list[tuple[Any, Any]]:
+    """Parameters and loss after each step of one replica on all rows since the last."""
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(first_column)(params, x)
+        updates, opt_state = ADAM.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, opt_state, rows, history = PARAMS, ADAM.init(PARAMS), batches(CALLS), []
+    for held in HELD:
+        params, opt_state, loss = step(params, opt_state, np.concatenate([next(rows) for _ in range(held + 1)]))
+        history.append((params, loss))
+    return history
+
+
+@SCHEDULES
+@pytest.mark.parametrize("steps", [1, 2], ids="{} micro-batches".format)
+def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x64, schedule, steps):
+    options: Any = {"schedule": schedule, "accumulation_steps": steps, "bucket_cap_mb": 0}
+    step = fddp.train_step(first_column, ADAM, group=group(REPLICAS), **options)
+    state, rows = step.init(PARAMS), batches(CALLS)
+    for number, (held, expected) in enumerate(zip(HELD, alone())):
+        before, turn = bits((state.params, state.opt_state)), [next(rows) for _ in range(held + 1)]
+        for part in turn[:-1]:
+            state, _ = step.no_sync(state, part)
+            assert bits((state.params, state.opt_state)) == before and int(state.step) == number
+        state, info = step(state, turn[-1])
+        close((state.params, info.loss), expected)
+        assert state.accumulated is None and int(state.step) == number + 1
+
+
+### Traffic
+
+# An instruction of XLA's that moves something between replicas.
+MESSAGE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+)(-start)?\(")
+
+
+def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
+    """The group, and the names of the messages it sends from now on: inside programs when these are traced."""
+    sent: list[str] = []
+
+    def noted(name: str, message: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            sent.append(name)
+            return message(*args)
+
+        return call
+
+    communicator = replace(group.communicator, all_reduce=noted("inside", group.communicator.all_reduce))
+    transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
+    hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
+    return replace(group, communicator=communicator, transport=transport, hosts=hosts), sent
+
+
+@SCHEDULES
+def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(group, x64, schedule):
+    """Also where what is pending goes on with a step of its own first batch, as after a restart."""
+    data, counts = np.concatenate(list(batches(3))), (8, 24, 16)
+    parts = np.split(data, np.cumsum(counts)[:-1])
+    made = lambda: fddp.train_step(first_column, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)  # noqa: E731
+    step, other = made(), made()
+    state, _ = step.no_sync(step.init(PARAMS), parts[0])
+    state, _ = step.no_sync(state, parts[1])
+    state, _ = other(state, parts[2])
+    grads = jax.grad(first_column)(PARAMS, data)
+    close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
+
+
+@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
+    four, sent = recorded(group(REPLICAS))
+    options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
+    step = fddp.train_step(first_column, optax.sgd(0.1), group=four, **options)
+    rows = np.ones((ROWS, 3), np.float32)
+    state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), rows)  # which also compares the ranks
+    assert sent
+    sent.clear()
+    for _ in range(3):
+        state, _ = step.no_sync(state, rows)
+    assert sent == []
+    step(state, rows)
+    assert sent == ["inside" if schedule == "fused" else "all_reduce"] * 3 == sent[:1] * len(step.plan.buckets)
+
+
+def running(params: Any, x: Any, *, model_state: Any) -> Any:
+    """A buffer that keeps a running mean of the rows it sees, and enters the loss."""
+    mean = 0.5 * model_state + jnp.mean(x, axis=0)
+    return first_column(params, x - mean), (mean, {"mean": jnp.mean(mean)})
+
+
+def test_xla_puts_no_collective_into_no_sync_either(group):
+    def noisy(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
+        return running(params, x * jax.random.bernoulli(rng, shape=x.shape), model_state=model_state)
+
+    step = fddp.train_step(noisy, optax.sgd(0.1), group=group(REPLICAS), accumulation_steps=2)
+    rows = np.ones((ROWS, 3), np.float32)
+    first = step.init(jax.tree.map(np.float32, PARAMS), model_state=np.zeros(3, np.float32), rng=jax.random.key(0))
+    second, _ = step.no_sync(first, rows)
+    for state in (first, second):
+        held = step.settled.accumulate.lower(state._replace(accumulated=None), [], state.accumulated, rows)
+        text = held.compile().as_text() or ""
+        assert " while(" in text and not MESSAGE.search(text)
+    assert MESSAGE.search(step.lower(second, rows).compile().as_text() or "")
+
+
+### Buffers
+
+
+def by_hand(rows: Sequence[np.ndarray], model_states: list[Any], steps: int) -> tuple[Any, list[list[Any]]]:
+    """Mean gradient at PARAMS over all rows, each replica with its own buffers; and the buffers after each call."""
+    gradient = jax.jit(jax.value_and_grad(running, has_aux=True))
+    grads, history = [], []
+    for part in rows:
+        for k, own in enumerate(np.split(part, REPLICAS)):
+            for micro in np.split(own, steps):
+                (_, (model_states[k], _)), grad = gradient(PARAMS, micro, model_state=model_states[k])
+                grads.append(grad)
+        history.append(list(model_states))
+    return jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads), history
+
+
+@SCHEDULES
+@pytest.mark.parametrize("broadcast", [True, False], ids=["broadcast", "own"])
+def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadcast):
+    options: Any = {"schedule": schedule, "broadcast_buffers": broadcast, "accumulation_steps": 2, "bucket_cap_mb": 0}
+    step = fddp.train_step(running, optax.sgd(1.0), group=group(REPLICAS), **options)
+    start, rows = np.ones(3), list(batches(3))
+    state = step.init(PARAMS, model_state=start)
+    grads, history = by_hand(rows, [start] * REPLICAS, steps=2)
+    for part, buffers in zip(rows[:-1], history):
+        state, _ = step.no_sync(state, part)
+        assert state.accumulated is not None
+        close(np.asarray(state.accumulated.model_state), np.stack(buffers))
+        assert len(np.unique(state.accumulated.model_state, axis=0)) == REPLICAS
+        assert bits(shards(state.model_state)) == [start.tobytes()] * REPLICAS
+    state, _ = step(state, rows[-1])
+    last = [np.asarray(x) for x in history[-1]]
+    close(shards(state.model_state), [last[0]] * REPLICAS if broadcast else last)
+    close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
+
+
+def test_in_turns_with_steps_nothing_is_checked_anew(group: Callable[[int], fddp.Group], monkeypatch: Any):
+    """What a call is given differs from what the next one is; to look through a large state takes its time."""
+    checked = []
+    monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
+    step = fddp.train_step(first_column, ADAM, group=group(2))
+    state, rows = step.init(PARAMS), np.ones((ROWS, 3))
+    for _ in range(3):
+        for call in (step.no_sync, step.no_sync, step):
+            state, _ = call(state, rows)
+    assert len(checked) == 2

@@ -1,0 +1,473 @@
+"""Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
+
+import re
+import socket
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from processes import case, launch, written
+
+from fddp.watching import read_flights
+from fddp.watching import told as flight
+from fddp.watching.watcher.main import STOP_S, Stop, stop_of
+from fddp.watching.watcher.mpiexec import leave_last
+from fddp.watching.watcher.remarks import remarks
+from fddp.watching.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
+
+### What the watchers conclude
+
+GOING = {
+    "steps": 52,
+    "before": 0,
+    "calls": 55,
+    "messages": 104,
+    "doing": "between steps",
+    "sending": "",
+    "place": "",
+    "added": 0,
+    "added_before": 0,
+    "between": 0.001,
+    "inside": 0.009,
+    "computing": 0.006,
+    "still": 0.1,
+    "lifeless": 0.2,
+    "typical": 0.01,
+    "together": False,
+    "stopped": False,
+    "gone": None,
+    "done": False,
+    "heard": 100.0,
+}
+NOW = 100.0
+
+
+def rank(number: int, **told: Any) -> dict[str, Any]:
+    return GOING | {"rank": number} | told
+
+
+def waiting(number: int, still: float) -> dict[str, Any]:
+    there = {"steps": 53, "calls": 56, "messages": 105, "doing": "update 1", "sending": "bucket 2"}
+    return rank(number, together=True, still=still, **there)
+
+
+def conclude(*ranks: dict[str, Any], stall_s: float | None = 10.0, now: float = NOW) -> Verdict | None:
+    return judge({one["rank"]: one for one in ranks}, now, stall_s)
+
+
+def test_ranks_that_move_or_are_all_between_steps_are_well():
+    assert conclude(waiting(0, 0.5), waiting(1, 0.1)) is None
+    assert conclude(rank(0, still=1e6), rank(1, still=1e6)) is None  # both evaluate
+    assert conclude(waiting(0, 1e6), rank(1, still=9.0)) is None  # not for so long
+
+
+def test_the_first_step_may_take_any_time():
+    assert conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6)) is None
+
+
+def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
+    late = lambda still, heard: conclude(  # noqa: E731
+        waiting(0, still) | {"steps": 1}, rank(1, steps=0, still=0.1, heard=NOW - heard)
+    )
+    assert late(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
+    first, second = late(11.0, 11.0), late(21.0, 21.0)
+    assert first is not None and second is not None
+    assert "rank 1 has not been heard of, before its first step" in first.words
+    assert (first.end, second.end) == (False, True)
+
+
+def test_a_rank_never_heard_of_is_named_once_the_others_wait_in_a_later_step():
+    never = unheard(1, rank(0), NOW - 11.0, met=False)
+    assert conclude(waiting(0, 11.0) | {"steps": 1}, never) is None  # it may compile
+    verdict = conclude(waiting(0, 11.0), never)
+    assert verdict is not None and "rank 1 has not been heard of" in verdict.words
+
+
+def test_who_no_longer_hears_of_rank_0_judges_alone_but_in_the_first_step():
+    late = waiting(1, 21.0)
+    for own, met in ((late, True), (late, False), (late | {"steps": 1}, True)):
+        verdict = judge_alone(own, NOW - 21.0, NOW, 10.0, met=met)
+        assert verdict is not None and verdict.end
+        assert "rank 0 has not been heard of, since it fell silent" in verdict.words
+    assert judge_alone(late | {"steps": 1}, NOW - 21.0, NOW, 10.0, met=False) is None
+
+
+def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
+    verdict = conclude(waiting(0, 11.0), rank(1, still=11.0))
+    assert verdict is not None and not verdict.end
+    assert verdict.words.startswith(
+        "nothing has moved for 10 s: rank 1 is between steps 52 and 53; rank 0 waits in step 53 for bucket 2. If this "
+        "goes on for 200 s all ranks end; call fddp.alive()"
+    )
+    late = PATIENCE * 10.0 + 1
+    ended = conclude(waiting(0, late), rank(1, still=late))
+    assert ended is not None and ended.end and "for 200 s" in ended.words
+
+
+def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
+    compiles = waiting(1, 30.0) | {"doing": "step", "sending": "", "messages": 104}
+    verdict = conclude(waiting(0, 30.0), compiles)
+    assert verdict is not None and not verdict.end
+    launched = conclude(waiting(0, 30.0), compiles | {"doing": "launched"})
+    assert launched is not None and launched.end
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"stopped": True, "lifeless": 11.0}, "rank 1 is stopped between steps 52 and 53"),
+        ({"lifeless": 11.0}, "rank 1 does not run Python between steps 52 and 53 (a debugger"),
+        ({"heard": 89.0}, "rank 1 has not been heard of, between steps 52 and 53 (its host, or the network)"),
+    ],
+)
+def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str, Any], words: str):
+    first, second = (conclude(waiting(0, still), rank(1, still=still, **told)) for still in (11.0, 21.0))
+    assert first is not None and second is not None
+    assert words in first.words and words in second.words
+    assert (first.end, second.end) == (False, True)
+
+
+def test_steps_are_those_of_the_training_and_what_a_rank_does_between_them_is_told():
+    saving = rank(1, still=11.0, before=300, doing="saving step 352")
+    verdict = conclude(waiting(0, 11.0) | {"before": 300}, saving)
+    assert verdict is not None and not verdict.end
+    assert "rank 1 is between steps 352 and 353, saving step 352; rank 0 waits in step 353" in verdict.words
+
+
+def test_without_a_number_a_stall_is_30_seconds_or_ten_steps():
+    late = lambda still, typical: conclude(  # noqa: E731
+        waiting(0, still) | {"typical": typical}, rank(1, still=still), stall_s=None
+    )
+    assert late(29.0, 0.01) is None and late(31.0, 0.01) is not None
+    assert late(59.0, 6.0) is None and late(61.0, 6.0) is not None
+
+
+def test_a_message_in_which_all_ranks_wait_is_told():
+    verdict = conclude(waiting(0, 21.0), waiting(1, 21.0))
+    assert verdict is not None and verdict.end
+    assert "rank 0 is in step 53 for bucket 2; rank 1 is in step 53 for bucket 2" in verdict.words
+
+
+def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
+    then = NOW - 2 * AFTER_S
+    verdict = conclude(rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1"))
+    assert verdict == Verdict("rank 1 died in step 53, stage 1", True)
+    assert conclude(rank(0), rank(1, gone=NOW)) is None  # who else died is not known yet
+
+
+def test_of_ranks_that_mpiexec_killed_at_once_the_one_that_did_not_wait_is_named():
+    then = NOW - 2 * AFTER_S
+    waits = {"together": True, "steps": 53, "sending": "bucket 0 (b)"}
+    verdict = conclude(rank(0, gone=then, **waits), rank(1, gone=then + 0.01), rank(2, gone=then, **waits))
+    assert verdict == Verdict("rank 1 died between steps 52 and 53", True)
+    later = conclude(rank(0, gone=then, **waits), rank(1, gone=then + 0.2))
+    assert later == Verdict("rank 0 died in step 53 for bucket 0 (b)", True)
+
+
+def test_who_dies_because_another_failed_is_not_the_cause():
+    then = NOW - 2 * AFTER_S
+    verdict = conclude(rank(0, gone=then), rank(1, doing="failed", done=True, gone=then + 0.1))
+    assert verdict == Verdict("rank 1 failed", True)
+
+
+def test_a_rank_that_failed_and_is_gone_does_not_keep_the_others_waiting():
+    assert conclude(waiting(0, 0.5), rank(1, doing="failed", done=True)) is None  # it still tells why
+    verdict = conclude(waiting(0, 0.5), rank(1, doing="failed", done=True, gone=NOW))
+    assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 waits in step 53 for bucket 2", True)
+
+
+def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
+    over = rank(0, doing="finished", done=True)
+    assert conclude(over, rank(1, doing="failed", done=True)) is None  # it still tells why
+    assert conclude(over | {"gone": NOW}, rank(1, doing="failed", done=True, gone=NOW)) is None
+    verdict = conclude(over, rank(1, doing="failed", done=True, gone=NOW))
+    assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 has finished and waits for it", True)
+
+
+def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step():
+    over, work = rank(0, doing="finished", done=True), {"still": 1e4, "place": "evaluate (train.py:9)"}
+    waits = ", and rank 0 has finished and waits for it"
+    place = "between steps 52 and 53, evaluate (train.py:9)"
+    assert conclude(over, rank(1, **work)) is None
+    assert conclude(over, rank(1, heard=NOW - 9.0, **work)) is None
+    for so_far, end in ((11.0, False), (21.0, True)):
+        lost = conclude(over, rank(1, heard=NOW - so_far, **work))
+        assert lost == Verdict(f"rank 1 has not been heard of, {place} (its host, or the network){waits}", end)
+        stopped = conclude(over, rank(1, stopped=True, lifeless=so_far, **work))
+        assert stopped == Verdict(f"rank 1 is stopped {place}{waits}", end)
+        held = conclude(over, rank(1, lifeless=so_far, **work))  # XLA may hold the interpreter for long
+        assert held is not None and not held.end
+
+
+def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
+    verdict = conclude(waiting(0, 0.5), rank(1, doing="finished", done=True))
+    assert verdict == Verdict(
+        "rank 1 finished after 52 steps, and rank 0 waits in step 53 for bucket 2: give each rank equally many "
+        "batches, or use fddp.join",
+        True,
+    )
+    assert (
+        conclude(waiting(0, 0.5), rank(1, doing="finished", done=True, steps=53, calls=56)) is None
+    )  # it took part in that step
+
+
+### What they tell of ranks that go on
+
+
+def told_of(*ranks: dict[str, Any]) -> list[str]:
+    return list(remarks({one["rank"]: one for one in ranks}).values())
+
+
+def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
+    slow = {"between": 0.001, "computing": 0.034, "typical": 0.04}
+    assert told_of(rank(0), rank(1), rank(2, **slow)) == [
+        "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others (7.0 ms), most of it "
+        "computing"
+    ]
+    (words,) = told_of(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
+    assert words.startswith("rank 0 is slow: its own part of a step takes 1.0 s, 147.7 times")
+    assert words.endswith("most of it between steps (its input, say)")
+
+
+def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
+    one = {"computing": 0.0, "typical": 0.06}
+    ranks = [rank(0, inside=0.055, **one), rank(1, inside=0.055, **one), rank(2, inside=0.01, between=0.05, **one)]
+    (words,) = told_of(*ranks)
+    assert words.startswith(
+        "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others (11.0 ms)"
+    )
+    assert told_of(*ranks[:2]) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"computing": 0.017},  # less than three times
+        {"computing": 0.034, "typical": 0.2},  # nobody waits for it
+        {"computing": 0.034, "typical": 0.04, "steps": 19},  # not known for long
+        {"computing": 0.034, "typical": 0.04, "gone": 99.0},
+    ],
+)
+def test_no_other_rank_is_called_slow(told: dict[str, Any]):
+    assert told_of(rank(0), rank(1), rank(2, **told)) == []
+
+
+def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
+    words = (
+        "rank 1 has called no_sync 9 times by step 52, and rank 0 6 times: call it equally often on each rank, or they "
+        "will not have equally many steps"
+    )
+    assert told_of(rank(0, added=9), rank(1, added=9)) == []
+    assert told_of(rank(0, added=6), rank(1, added=9)) == [words]
+    waits = {"calls": 56, "steps": 52, "added": 12}  # in the next step
+    assert told_of(rank(0, added=9), rank(1, added_before=9, **waits)) == []
+    assert told_of(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
+    assert told_of(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []  # a step that nobody remembers
+
+
+def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
+    verdict = conclude(waiting(0, 11.0), rank(1, still=11.0, place="load (train.py:34)"))
+    assert (
+        verdict is not None and "rank 1 is between steps 52 and 53, load (train.py:34); rank 0 waits" in verdict.words
+    )
+
+
+### Real ranks
+
+TOLD_S = 20.0
+
+
+def on_ranks(names: str, *chosen: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Each fault on one backend by default, on the other one in the tier `slow`."""
+    other = {"mpi": ("gloo", 2), "gloo": ("mpi", 3)}
+    quick = [case(job, *rest) for job, *rest in chosen]
+    slow = [pytest.param(*other[job[0]], *rest, marks=[pytest.mark.ranks, pytest.mark.slow]) for job, *rest in chosen]
+    return pytest.mark.parametrize(names, [*quick, *slow])
+
+
+MPI, GLOO = ("mpi", 3), ("gloo", 2)
+
+
+def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "staged") -> tuple[str, list[str]]:
+    """What all ranks of a job wrote that ends badly, and the lines of it in which they say why."""
+    records = str(folder / "flight")
+    outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, timeout_s=60, FDDP_FLIGHT_DIR=records)
+    assert outcome.ended and outcome.codes[0] != 0
+    # Watchers outlive their ranks; the last word is that of rank 0's.
+    until = time.monotonic() + TOLD_S
+    while "python -m fddp flight" not in (text := "\n".join(written(folder, size))) and time.monotonic() < until:
+        time.sleep(0.1)
+    print(text)
+    return text, re.findall(r"^fddp: (.*)$", text, re.MULTILINE)
+
+
+@on_ranks("backend, size, how", (GLOO, "kill"), (GLOO, "term"), (MPI, "exit"))
+def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str, size: int, how: str, tmp_path: Path):
+    text, lines = broken(tmp_path, backend, size, how)
+    last = size - 1
+    assert f"rank 0 of {size}: rank {last} died between steps 20 and 21." in lines
+    assert not any(f"rank {other} died" in line for line in lines for other in range(last))
+    assert "Traceback" not in text
+
+
+@pytest.mark.ranks
+def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(tmp_path: Path):
+    outcome = launch("mpi", 3, "faults.py", "exit", "staged", folder=tmp_path, timeout_s=60, OWN_FILES=str(tmp_path))
+    text = "\n".join(path.read_text() for path in sorted(tmp_path.glob("own.*")))
+    print(text)
+    assert outcome.codes == (1,)
+    assert "rank 0 of 3: rank 2 died between steps 20 and 21." in text
+    assert "python -m fddp flight" in text  # the last word, before mpiexec has ended
+
+
+def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
+    mpiexec, held = socket.socketpair()
+    link, first = socket.socketpair()
+    with mpiexec, held, link, first:
+        holds = Thread(target=leave_last, args=(held.fileno(), {link: bytearray()}, 60.0), kwargs={"abort": False})
+        holds.start()
+        assert first.recv(1) == b""  # rank 0's watcher does not wait for this one
+        assert holds.is_alive()
+        leave_last(held.fileno(), {}, 60.0, abort=True)
+        assert mpiexec.recv(100) == b"cmd=abort exitcode=1\n"
+        mpiexec.close()
+        holds.join(60.0)
+        assert not holds.is_alive()
+
+
+@on_ranks("backend, size, how, says", (MPI, "stop", "is stopped"), (GLOO, "hold", "does not run Python"))
+def test_a_rank_that_is_stuck_is_named_and_ended(backend: str, size: int, how: str, says: str, tmp_path: Path):
+    text, lines = broken(tmp_path, backend, size, how)
+    told = rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 and 21"
+    told += r".*wait.* in step 21 for bucket 0 \(b\)"
+    assert any(re.match(told, line) for line in lines)
+    assert any(re.match(told.replace("for 2 s", "for 4 s"), line) for line in lines)
+    assert f"first difference, in message 40: rank 0 bucket 0 (b), 24 bytes; rank {size - 1} not sent" in flight(
+        read_flights([tmp_path / "flight"])
+    ).replace("; rank 1 bucket 0 (b), 24 bytes" * (size == 3), "")
+    assert "Traceback" not in text
+
+
+@on_ranks("backend, size, schedule", (MPI, "staged"), (GLOO, "fused"))
+def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, schedule: str, tmp_path: Path):
+    _, lines = broken(tmp_path, backend, size, "early", schedule)
+    (line,) = [line for line in lines if line.startswith("rank 0")]
+    assert f"rank {size - 1} finished after 20 steps, and rank 0 waits in step 21" in line
+    assert line.endswith("give each rank equally many batches, or use fddp.join.")
+
+
+@on_ranks("backend, size", (MPI,), (GLOO,))
+def test_a_training_that_ends_well_ends_without_a_word(backend: str, size: int, tmp_path: Path):
+    """Its last step is still under way when the script ends, and a handler keeps the process for a while."""
+    outcome = launch(backend, size, "ends_well.py", folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    time.sleep(AFTER_S)
+    assert written(tmp_path, size) == ("trained\n",) * size
+
+
+@on_ranks("backend, size, how", (GLOO, "raise_exit"), (MPI, "at_once"))
+def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int, how: str, tmp_path: Path):
+    """Also before its first step, when the others compare themselves with it."""
+    _, lines = broken(tmp_path, backend, size, how)
+    steps = 20 if how == "raise_exit" else 0
+    assert any(line.startswith(f"rank 0 of {size}: rank {size - 1} finished after {steps} steps") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "backend, size, how", [case(GLOO, "late"), case(GLOO, "late_0", slow=True), case(MPI, "late", slow=True)]
+)
+def test_a_rank_that_raises_after_the_others_have_finished_ends_them(backend: str, size: int, how: str, tmp_path: Path):
+    text, lines = broken(tmp_path, backend, size, how)
+    wrong, over = (0, size - 1) if how == "late_0" else (size - 1, 0)
+    assert f"rank {wrong} of {size} failed:" in lines and "broken on purpose" in text
+    if backend == "gloo":  # MPI ends them by itself
+        waits = f"rank {wrong} failed after 20 steps, and rank {over} has finished and waits for it."
+        assert f"rank {over} of {size}: {waits}" in lines
+
+
+@on_ranks("backend, size", (GLOO,))
+def test_a_rank_that_is_stopped_after_the_others_have_finished_is_named_and_ended(
+    backend: str, size: int, tmp_path: Path
+):
+    _, lines = broken(tmp_path, backend, size, "late_stop")
+    waits = f"rank {size - 1} is stopped between steps 20 and 21.*, and rank 0 has finished and waits for it"
+    assert any(re.search(waits, line) for line in lines)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
+    _, lines = broken(tmp_path, "gloo", 2, "spin")
+    spins = r"rank 1 is between steps 20 and 21, spin \(faults\.py:\d+\); rank 0 waits in step 21"
+    assert any(re.search(spins, line) for line in lines)
+    assert any("nothing has moved for 40 s" in line for line in lines)
+
+
+@pytest.mark.ranks
+def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
+    text, _ = broken(tmp_path, "gloo", 2, "kill_0")
+    assert "fddp: rank 1 of 2: rank 0 died between steps 20 and 21." in text.splitlines()[-3:]
+    # JAX's coordination service outlives rank 0, and nobody says anything else.
+    assert [line for line in text.splitlines() if not line.startswith(("fddp: ", "---", "[Gloo]")) and line] == []
+
+
+@on_ranks("backend, size", (MPI,))
+def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_path: Path):
+    outcome = launch(backend, size, "faults.py", "pause", "staged", folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    assert outcome.outputs == ("trained 200\n",) * size
+
+
+@on_ranks("backend, size, schedule", (MPI, "staged"), (GLOO, "fused"))
+def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
+    backend: str, size: int, schedule: str, tmp_path: Path
+):
+    outcome = launch(backend, size, "faults.py", "slow", schedule, folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    lines = "\n".join(written(tmp_path, size)).splitlines()
+    for number in range(size):
+        mine = [line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")]
+        (slow,) = [line for line in mine if f"rank {size - 1} is slow" in line]
+        assert "between steps (its input, say)" in slow
+        (more,) = [line for line in mine if "no_sync" in line]
+        assert f"rank {size - 1} has called no_sync 1 times by step" in more
+        assert more.endswith("they will not have equally many steps.")
+    # What was said last stands in the step's own numbers.
+    assert all("slow" in output or "no_sync" in output for output in outcome.outputs)
+
+
+@on_ranks("backend, size", (MPI,), (GLOO,))
+def test_a_rank_that_is_preempted_stops_all_after_the_same_step(backend: str, size: int, tmp_path: Path):
+    outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path, timeout_s=60)
+    assert outcome.succeeded
+    first, *others = outcome.outputs
+    assert re.fullmatch(r"saved \d+\n", first) and int(first.split()[1]) > 20
+    assert set(others) == {first}
+
+
+### Where all stop
+
+
+def going(asks: int, agreed: int = 0, *, told: bool = False, between_s: float = 0.1) -> dict[str, Any]:
+    return {"asks": asks, "agreed": agreed, "told": told, "between_s": between_s, "done": False}
+
+
+def test_nobody_stops_unless_a_rank_was_told_to():
+    assert stop_of({0: going(5), 1: going(6)}, Stop(0, False)) == Stop(0, False)
+
+
+def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_agree():
+    first = stop_of({0: going(5), 1: going(6, told=True)}, Stop(0, False))
+    assert first == Stop(6 + 1 + int(STOP_S / 0.1), False)
+    assert stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first  # one has not answered yet
+    both = {0: going(7, first.step), 1: going(8, first.step, told=True)}
+    assert stop_of(both, first) == Stop(first.step, True)
+    assert stop_of({}, Stop(first.step, True)) == Stop(first.step, True)
+
+
+def test_who_has_passed_a_question_gets_another():
+    late = {0: going(30, -22), 1: going(22, 22, told=True)}
+    again = stop_of(late, Stop(22, False))
+    assert again.step > 30 and not again.settled
