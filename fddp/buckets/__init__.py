@@ -10,8 +10,8 @@ from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.bits import from_words as from_words
 from fddp.buckets.bits import sub_byte as sub_byte
 from fddp.buckets.bits import to_words as to_words
-from fddp.buckets.device_parts import pack_parts as pack_parts
-from fddp.buckets.device_parts import unpack_parts as unpack_parts
+from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
+from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
 from fddp.buckets.groups import Groups as Groups
 from fddp.buckets.groups import described_groups as described_groups
 from fddp.buckets.groups import group_keys as group_keys
@@ -44,7 +44,7 @@ from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import there as there
 from fddp.buckets.shards import unpack_rows as unpack_rows
 from fddp.buckets.shards import whole_forms as whole_forms
-from fddp.buckets.table_rows import add_rows as add_rows
+from fddp.buckets.table_rows import add_table_rows as add_table_rows
 from fddp.buckets.table_rows import flags as flags
-from fddp.buckets.table_rows import plan_in_rows as plan_in_rows
-from fddp.buckets.table_rows import take_rows as take_rows
+from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows
+from fddp.buckets.table_rows import take_table_rows as take_table_rows

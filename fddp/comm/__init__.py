@@ -35,10 +35,10 @@ from fddp.comm.mpi import mpi_group as mpi_group
 from fddp.comm.placement import REPLICATED as REPLICATED
 from fddp.comm.placement import Placement as Placement
 from fddp.comm.placement import add_replica_dim as add_replica_dim
+from fddp.comm.placement import device_parts as device_parts
 from fddp.comm.placement import drop_replica_dim as drop_replica_dim
 from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
-from fddp.comm.placement import parts as parts
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.recovery import Recovery as Recovery

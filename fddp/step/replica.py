@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_in_rows
-from fddp.comm import MOST, Group, add_replica_dim, drop_replica_dim, parts
+from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_with_table_rows
+from fddp.comm import MOST, Group, add_replica_dim, device_parts, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
@@ -146,8 +146,8 @@ class Replica:
         exact = plain and not asks_first
         # Rows are of a whole gradient that is summed as it is.
         few = touched if exact and not self.local_steps and not self.group.placement.other_axes else None
-        tree = parts(self.group.placement, params)
-        plan = plan_in_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
+        tree = device_parts(self.group.placement, params)
+        plan = plan_with_table_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
         plan = replace(plan, parts=self.group.size if self.options.shard else 1)
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.buckets import BucketPlan, Messages, pack_parts, scalar_dtype, unpack_parts
+from fddp.buckets import BucketPlan, Messages, pack_device_parts, scalar_dtype, unpack_device_parts
 from fddp.comm import specs
 from fddp.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.local import Local
@@ -72,10 +72,10 @@ def _whole_pieces(
     where = specs(replica.group.placement, state.params)
 
     def unpack(messages: Messages) -> tuple[list[Any], Any]:
-        return unpack_parts(axes, plan, messages, where)
+        return unpack_device_parts(axes, plan, messages, where)
 
     def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return replica.local(partial(pack_parts, axes, plan, where=where), state, pending, rows)
+        return replica.local(partial(pack_device_parts, axes, plan, where=where), state, pending, rows)
 
     def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         return use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, take_apart, whole_forms
-from fddp.comm import Placement, of_one_replica, parts
+from fddp.comm import Placement, device_parts, of_one_replica
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import LocalState, LocalSteps, Optimizer, divided, kinds_of_state
 from fddp.step.combinations import LOOKAHEAD, MEMORY, refuse
@@ -68,7 +68,7 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     equal, shards = take_apart(state._replace(hook_state=(), accumulated=None))
     own = shards, state.hook_state, state.accumulated
     shards, hook_state, accumulated = of_one_replica(own, placement.replicas_in_array)
-    return join(parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
+    return join(device_parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
 
 
 def nothing_shared(replica: Replica, held: TrainState) -> str:
