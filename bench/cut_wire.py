@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.faults import processes_of
 from bench.record import save
 from bench.two_hosts import BACKENDS, NAMES, ROOT, start_gloo, start_mpi, start_run, two_hosts
-from fddp.analysis.flight import read_flights
 from fddp.comm import poll
+from fddp.watching import read_flights
 
 STALL_S, LIMIT_S, STEPS = 2.0, 60.0, 500  # steps before the cut
 CUTS = {"pulled": "ip link set wire down", "silent": "tc qdisc replace dev wire root bfifo limit 1"}

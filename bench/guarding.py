@@ -17,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +80,7 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
     import optax
 
     import fddp
+    from fddp.comm import Journal
     from models import gpt
 
     group = fddp.init(backend)
@@ -101,9 +101,8 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
 
         return run
 
-    silent: Any = _Silent(group.journal)
     ways = {
-        "unwatched": way(replace(group, journal=silent)),
+        "unwatched": way(replace(group, journal=Journal())),
         "watched": way(group),
         "compared": way(group, check_replicas_every=1),
         "skipping": way(group, skip_nonfinite=True),
@@ -137,23 +136,6 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
             "watcher_share_of_a_core": share,
         }
         Path(folder, "found.json").write_text(json.dumps(found | told))
-
-
-class _Silent:
-    """A journal in which nothing is written."""
-
-    def __init__(self, journal: Any) -> None:
-        self.processes, self.verdict = journal.processes, journal.verdict
-
-    @contextmanager
-    def step(self, *_: Any) -> Iterator[None]:
-        yield
-
-    call = message = step
-
-    def say(self, *_: Any) -> None: ...
-
-    computed = launched = adds = say
 
 
 def _watcher() -> int:

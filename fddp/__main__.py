@@ -15,12 +15,12 @@ import optax
 import fddp
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.doctor import examine
-from fddp.analysis.flight import read_flights, told
 from fddp.analysis.reproduction import reproduce
 from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.workload import read_model, read_workload
+from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.supervisor import Job, launcher, supervise
-from fddp.runtime.vendors import loaded
+from fddp.watching import read_flights, told
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
-from fddp.runtime import hints, missing_compiler, read_launch, spoken, vendors
+from fddp.runtime import hints, missing_compiler, mpi_vendors, read_launch, spoken
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -107,15 +107,15 @@ def _mpi() -> tuple[str, str, str | None]:
     """Looks for MPI: returns the finding, the advice, and the vendor of mpi4py's MPI."""
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     if missing:
-        words = " ".join([*vendors.without_cuda(), "pip install"])
+        words = " ".join([*mpi_vendors.without_cuda(), "pip install"])
         how = f"pip install mpich where there is no system MPI, then {words} {' '.join(missing)}"
         return f"{' and '.join(missing)} missing", how, None
     # Packages that were built against an MPI that is not here are installed and yet do not load.
-    vendor, problem = vendors.loaded()
+    vendor, problem = mpi_vendors.loaded()
     if vendor is None:
         return "does not load", f"{problem}; mpi4py finds no MPI: pip install mpich, or install a system MPI", None
     if problem:
-        return "does not load", f"{problem}: {vendors.rebuild(vendor)}", vendor
+        return "does not load", f"{problem}: {mpi_vendors.rebuild(vendor)}", vendor
     return f"ready: {vendor}", "", vendor
 
 
@@ -124,7 +124,7 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
     srun = shutil.which("srun")
     if srun and "SLURM_JOB_ID" in os.environ:
         return srun, ""
-    found = list(vendors.launchers(vendor))
+    found = list(mpi_vendors.launchers(vendor))
     if not found:
         return srun or "none found", "" if srun else "pip install mpich brings mpiexec"
     start, its = found[0]

@@ -17,6 +17,7 @@ from fddp.comm import AXIS
 from fddp.jaxpr import differentiable
 from fddp.losses import Pending, check_callable, contribute, make_objective
 from fddp.step import check_rows
+from fddp.wording import leaf_name
 
 SHOWN = 6
 NOISE = 3.0  # up to so many times the difference between two keys, random numbers may be why halves and whole differ
@@ -104,7 +105,7 @@ def check(
     chosen = differentiable(jax.tree.leaves(params))
     objective = partial(make_objective(loss_fn, has_aux=has_aux), unit=rows)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    names = [jax.tree_util.keystr(paths[i], simple=True, separator="/") for i in chosen]
+    names = [leaf_name(paths[i]) for i in chosen]
 
     @jax.jit
     def mean_of(parts: Any, key: Any) -> list[Any]:

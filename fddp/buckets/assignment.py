@@ -14,6 +14,7 @@ import numpy as np
 
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, MiB, place_scalars
+from fddp.wording import leaf_name
 
 # MiB: one cap for all buckets, or a cap for each in turn, of which the last holds for all that follow.
 Caps: TypeAlias = float | Sequence[float]
@@ -144,7 +145,7 @@ def _bucket(leaves: Sequence[Leaf], group: Sequence[int]) -> Bucket:
 
 
 def _leaf(path: Any, value: Any) -> Leaf:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = leaf_name(path)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         value = _scalar(name, value)
     return Leaf(name, tuple(value.shape), np.dtype(value.dtype))

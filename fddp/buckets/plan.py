@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from fddp.wording import table
+
 MiB = 2**20
 
 
@@ -155,7 +157,7 @@ class BucketPlan:
             *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"] * (self.parts > 1),
             f"loss and metrics {tail}; digest {self.digest}",
         )
-        return "\n".join([*_table([head, *rows]), *foot])
+        return "\n".join([*table([head, *rows]), *foot])
 
 
 def place_scalars(
@@ -237,8 +239,3 @@ def _told(rows: Rows | None) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

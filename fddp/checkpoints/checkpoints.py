@@ -21,7 +21,7 @@ import numpy as np
 
 from fddp.checkpoints.files import Saved, newest, opened, unfinished, write
 from fddp.checkpoints.host_arrays import check_names, handed_round, laid, whole
-from fddp.comm import BETWEEN, Group, nothing_to_compare, verify
+from fddp.comm import Group, nothing_to_compare, verify
 from fddp.step import TrainState
 from fddp.training import TrainStep
 
@@ -128,7 +128,7 @@ class Checkpoints:
         if self._group.rank == 0:
             self._writing.result()
             self._writing = self._writer.submit(self._write, Saved(number, leaves, told))
-        journal.say(BETWEEN)
+        journal.between()
         return True
 
     def restore(self, state: TrainState) -> tuple[TrainState, Any]:

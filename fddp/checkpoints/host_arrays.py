@@ -15,6 +15,7 @@ from fddp.comm import REPLICATED, Group, shortened
 from fddp.sharding import cut
 from fddp.sharding import whole as put_together
 from fddp.step import TrainState
+from fddp.wording import leaf_name
 
 OWN = ("hook_state", "accumulated")
 """The parts of a state that each replica has for itself, along a first dim."""
@@ -126,7 +127,7 @@ def _named(state: TrainState) -> dict[str, Any]:
     """The leaves by their paths, in their order."""
     named = dict[str, Any]()
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = leaf_name(path)
         if name in named:
             raise ValueError(f"two leaves of the state are called {name!r}, and only one would be saved: rename a key.")
         named[name] = x

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fddp.comm.ragged import gather_bytes
+from fddp.comm.allgatherv import gather_bytes
+from fddp.wording import leaf_name
 
 if TYPE_CHECKING:  # a group compares, too
     from fddp.comm.group import Group
@@ -71,7 +72,7 @@ def nothing_to_compare(found: Any) -> tuple[str, ...]:
 def described(title: str, tree: Any) -> list[str]:
     """Describes a tree by one line for each leaf: title, path, dtype and shape."""
     named = jax.tree_util.tree_leaves_with_path(tree)
-    words = [(title, jax.tree_util.keystr(path, simple=True, separator="/"), _form(x)) for path, x in named]
+    words = [(title, leaf_name(path), _form(x)) for path, x in named]
     return [" ".join(filter(None, line)) for line in words]
 
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.comm.agreement import verify
+from fddp.comm.allgatherv import CHUNK_BYTES
 from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, blocks, by_node
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
-from fddp.comm.ragged import CHUNK_BYTES
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
 
@@ -68,7 +68,7 @@ class Group:
     local: int | None = None
     """Replicas of a node, where sums go over nodes first; None: a sum goes over all replicas at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
-    """The record of what this process does, step by step."""
+    """Notes what this process does, step by step."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
     """The messages that its steps leave under way; groups of one world share it."""
 

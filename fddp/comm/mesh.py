@@ -11,16 +11,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
+from fddp.comm.chunked_collectives import GLOO_BYTES, gathered, scattered
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.mesh_programs import first_devices, mesh_placement
-from fddp.comm.pieces import GLOO_BYTES, gathered, scattered
 from fddp.comm.placement import REPLICATED, Placement, from_process
 from fddp.comm.recovery import Recovery, service_meet
+from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
-from fddp.comm.tree import tree_reduce
 from fddp.jax_internals import coordination_client
 
 AXIS = "replica"

@@ -17,8 +17,8 @@ from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed_alike
 from fddp.comm.recovery import Recovery, mpi_meet
+from fddp.comm.summation_tree import parts_for_each, sum_of_parts
 from fddp.comm.transport import Bytes, Hosts, Transport
-from fddp.comm.tree import parts_for_each, sum_of_parts
 
 MESSAGES = 4
 ASKS = 16

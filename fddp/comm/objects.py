@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fddp.comm.agreement import verify
-from fddp.comm.ragged import gather_bytes
+from fddp.comm.allgatherv import gather_bytes
 
 if TYPE_CHECKING:  # a group has them as methods
     from fddp.comm.group import Group

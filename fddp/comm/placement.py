@@ -94,7 +94,7 @@ def specs(placement: Placement, tree: Any) -> Any:
     return jax.tree.map(placement.spec, tree)
 
 
-def parts(placement: Placement, tree: Any) -> Any:
+def device_parts(placement: Placement, tree: Any) -> Any:
     """Shapes and dtypes of the parts that one device holds of each array."""
 
     def part(x: Any) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -63,10 +64,10 @@ class Recovery:
         """
         if self._failed and not self._lost:
             self._lost = True
-            atexit.register(_leave)
+            atexit.register(leave, 1.0)  # the script may catch the error, and others wait for this process
             if self._meet(self._sent, PATIENCE_S):
                 self._failed = self._lost = False
-                atexit.unregister(_leave)
+                atexit.unregister(leave)
         if self._failed:
             raise RuntimeError(
                 f"an earlier error left this rank at message {self._sent} of its group, and not all ranks came back "
@@ -121,9 +122,14 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _leave() -> None:
-    """Ends this process with status 1, as others wait for it, even if the script has caught the error of `resume`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(1.0)  # others may be ending by themselves
+def leave(after_s: float = 0.0) -> None:
+    """Ends this process with status 1, whatever the script catches; what it has printed is seen.
+
+    Args:
+      after_s: seconds to wait before, as others may be ending by themselves.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    time.sleep(after_s)
     os._exit(1)

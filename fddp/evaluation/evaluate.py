@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from fddp.comm import BETWEEN, REPLICATED, Group, Placement, described, gather_bytes, nothing_to_compare, verify
+from fddp.comm import REPLICATED, Group, Placement, described, gather_bytes, nothing_to_compare, verify
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
@@ -96,7 +96,7 @@ def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches:
     flying = deque[Any]()
     params, model_state = _own(group, here, (params, model_state))
     for batch, rows in _counted(batches):
-        group.journal.say(BETWEEN)
+        group.journal.between()
         flying.append(_measured(metric_fn, params, model_state, _dealt(group, here, batch, rows), rows))
         # The host adds up what one batch gave while the next is computed.
         if len(flying) > 1 or here.shares_cores:

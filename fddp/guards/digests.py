@@ -16,6 +16,7 @@ from jaxtyping import Array, UInt32
 from fddp.buckets import take_apart, to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
 from fddp.step import TrainState
+from fddp.wording import leaf_name
 
 ODD = 0x9E3779B1  # an odd number, by which no word but zero is multiplied to zero modulo 2³²
 
@@ -46,7 +47,7 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
             return
         replicas = rows.reshape(-1, rows.shape[-1])
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+        names = [leaf_name(path) for path in paths]
         # rank, or rank and replica where it has several
         who = [f"rank {k // len(mine)}" + f", replica {k % len(mine)}" * (len(mine) > 1) for k in range(len(replicas))]
         told = [_difference(name, who, column) for name, column in zip(names, replicas.T) if len(set(column)) > 1]

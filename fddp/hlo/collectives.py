@@ -6,8 +6,8 @@ that is one instruction, or that XLA has marked as synchronous, holds the progra
 
 from dataclasses import dataclass
 
+from fddp.hlo.device_groups import Devices, device_groups
 from fddp.hlo.flops import work
-from fddp.hlo.groups import Devices, device_groups
 from fddp.hlo.module import Array, Instruction, Module, Schedule
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -24,9 +24,9 @@ from fddp.hooks.memory import by_message as by_message
 from fddp.hooks.narrow import bf16 as bf16
 from fddp.hooks.narrow import fp16 as fp16
 from fddp.hooks.narrow import noop as noop
-from fddp.hooks.sums import PLAIN as PLAIN
-from fddp.hooks.sums import Reduction as Reduction
-from fddp.hooks.sums import all_finite as all_finite
-from fddp.hooks.sums import plain_bytes as plain_bytes
-from fddp.hooks.sums import reductions as reductions
-from fddp.hooks.sums import summed as summed
+from fddp.hooks.reductions import PLAIN as PLAIN
+from fddp.hooks.reductions import Reduction as Reduction
+from fddp.hooks.reductions import all_finite as all_finite
+from fddp.hooks.reductions import plain_bytes as plain_bytes
+from fddp.hooks.reductions import reductions as reductions
+from fddp.hooks.reductions import summed as summed

@@ -10,6 +10,7 @@ from jaxtyping import Array
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, split
 from fddp.hooks.narrow import is_float
+from fddp.wording import check_whole
 
 
 def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) -> Hook:
@@ -36,8 +37,7 @@ def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) ->
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"chunks: share must be above 0 and at most 1, got {share!r}.")
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(f"chunks: chunk must be a whole number of 1 or more, got {chunk!r}.")
+    check_whole("chunks: chunk", chunk, 1)
     if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise ValueError(f"chunks: momentum must be 0 or more and below 1, got {momentum!r}.")
 

@@ -11,7 +11,7 @@ import jax
 from fddp.buckets import BucketPlan, Message, pack, unpack
 from fddp.comm import Group, axis_communicator
 from fddp.hooks.hook import Hook
-from fddp.hooks.sums import reductions, summed
+from fddp.hooks.reductions import reductions, summed
 
 
 def all_reduce(

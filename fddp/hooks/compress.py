@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int8
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, split
 from fddp.hooks.narrow import as_rows, is_float
+from fddp.wording import check_whole
 
 BYTES_OF_A_SCALE = 4
 
@@ -30,8 +31,7 @@ def quantize(*, block: int = 256, error_feedback: bool = True) -> Hook:
     Raises:
       ValueError: block is no whole number of 1 or more.
     """
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise ValueError(f"quantize: block must be a whole number of 1 or more, got {block!r}.")
+    check_whole("quantize: block", block, 1)
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
         message = _to_int8(as_rows(x, comm.size, block), block)

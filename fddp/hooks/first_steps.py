@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
 from fddp.hooks.hook import GradBucket, Hook, State, allreduce
+from fddp.wording import check_whole
 
 
 def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
@@ -25,8 +26,7 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
     Raises:
       ValueError: step is no whole number of 0 or more.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"starting: step must be a whole number of 0 or more, got {step!r}.")
+    check_whole("starting: step", step, 0)
     first = first or allreduce()
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:

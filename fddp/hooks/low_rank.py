@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import starting
 from fddp.hooks.hook import GradBucket, Hook, State, split
+from fddp.wording import check_whole
 
 
 def powersgd(
@@ -52,8 +53,7 @@ def powersgd(
       >>> state.hook_state["then"]["q"].shape[1:]  # each replica's own
       (64, 2)
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"powersgd: rank must be a whole number of 1 or more, got {rank!r}.")
+    check_whole("powersgd: rank", rank, 1)
     if not min_compression_rate >= 0:
         raise ValueError(f"powersgd: min_compression_rate must be 0 or more, got {min_compression_rate!r}.")
 

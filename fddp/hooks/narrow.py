@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, nothing
-from fddp.hooks.hook import allreduce as allreduce
+from fddp.hooks.hook import GradBucket, Hook, State, allreduce, nothing
 
 
 def noop() -> Hook:

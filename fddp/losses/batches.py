@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float
 
+from fddp.wording import leaf_name
+
 
 class Stacked(NamedTuple):
     """Batches that are taken as they are: one for each micro-batch of each replica of this process, in turn.
@@ -100,7 +102,7 @@ def lists_of_numbers(batch: Any) -> list[str]:
     """Finds the paths of Python's lists of numbers in a batch: JAX takes each number for an array of its own."""
     named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
     return [
-        jax.tree_util.keystr(path, simple=True, separator="/") or "at its top"
+        leaf_name(path) or "at its top"
         for path, x in named
         if isinstance(x, list) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
     ]
@@ -121,7 +123,7 @@ def unlike(batches: Sequence[Any]) -> str:
             return f"batch {number} has the structure {jax.tree.structure(batch)}, batch 0 another"
         for (path, x), y in zip(first, jax.tree.leaves(batch)):
             if _form(x) != _form(y):
-                name = jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
+                name = leaf_name(path) or "the array"
                 return f"{name} is {_form(x)} in batch 0 and {_form(y)} in batch {number}"
     return ""
 

@@ -122,7 +122,7 @@ def stats(step: "TrainStep") -> Stats:
         backend_name=group.backend,
         iteration=step.steps,
         skipped_steps=step.skips.count,
-        watchers_said=group.journal.verdict().words,
+        watchers_said=group.journal.finding().words,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
         bucket_cap_bytes=cap * MiB if isinstance(cap, int | float) else tuple(one * MiB for one in cap),

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from fddp.wording import check_whole
+
 
 class LocalState(NamedTuple):
     """The state of `local_steps`, beside each replica's own parameters."""
@@ -172,9 +174,3 @@ def local_steps(
             f"{fragments=}, {every=}."
         )
     return LocalSteps(optimizer, outer, every, start, fragments, delay, mix)
-
-
-def check_whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}.")
-    return value

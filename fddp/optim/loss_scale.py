@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fddp.losses import Objective, Value
+from fddp.wording import check_whole, leaf_name
 
 
 class DynamicScaleState(NamedTuple):
@@ -77,8 +78,7 @@ def dynamic_scale(
         )
     if not 1 < factor < math.inf:
         raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
-    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
-        raise ValueError(f"growth_interval must be a whole number of 1 or more, got {growth_interval!r}.")
+    check_whole("growth_interval", growth_interval, 1)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> DynamicScaleState:
@@ -128,7 +128,7 @@ def scale_of(opt_state: Any) -> Any:
 def _check_params(params: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if getattr(x, "dtype", None) == jnp.float16:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = leaf_name(path)
             raise TypeError(
                 f"dynamic_scale cannot take its scale out of a float16 gradient, and parameter {name!r} is float16; "
                 "keep it in float32 and compute with fddp.mixed_precision(loss_fn, jnp.float16)."

@@ -9,9 +9,9 @@ from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
-from fddp.runtime.loop import alive as alive
-from fddp.runtime.loop import preempted as preempted
 from fddp.runtime.spawn import launch as launch
+from fddp.runtime.training_loop import alive as alive
+from fddp.runtime.training_loop import preempted as preempted
 from fddp.runtime.world import group_of as group_of
 from fddp.runtime.world import init as init
 from fddp.runtime.world import shutdown as shutdown

@@ -5,16 +5,14 @@ import os
 import re
 import socket
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fddp.comm import Group, mpi_group, poll
-from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.launchers import pmi_socket
+from fddp.runtime.mpi_vendors import import_mpi4jax
 from fddp.runtime.place import Launch
-from fddp.runtime.vendors import import_mpi4jax
-from fddp.runtime.watchdog import shared_journal, watched
+from fddp.watching import Ending, end_together, shared_recorder, watched
 
 
 def join_mpi(launch: Launch, stall_s: float | None) -> Group:
@@ -39,12 +37,12 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
             "or use backend 'gloo'."
         )
     comm = _world(launch, "use backend 'gloo'")
-    journal, file = shared_journal(comm.size)
+    recorder, file = shared_recorder(comm.size)
     if comm.size > 1:  # first of all, so that an error of all ranks is told in full by one of them
-        end_together(comm.rank, comm.size, _ending(comm.Clone()), journal)
+        end_together(comm.rank, comm.size, _ending(comm.Clone()), recorder.journal())
     import_mpi4jax()
     _forget_shared_memory(comm)
-    return watched(replace(mpi_group(comm), journal=journal), file, stall_s, pmi_fd=pmi_socket(launch))
+    return watched(mpi_group(comm), recorder, file, stall_s, pmi_fd=pmi_socket(launch))
 
 
 def agree_on_coordinator(launch: Launch) -> str:

@@ -11,15 +11,14 @@ from typing import Any
 
 import jax
 
-from fddp.comm import LEFT, Group, Journal, mesh_group, poll, replica_mesh
+from fddp.comm import Group, Journal, mesh_group, poll, replica_mesh
 from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client
-from fddp.runtime.abort import Ending, end_together
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch
 from fddp.runtime.rendezvous import meet
-from fddp.runtime.watchdog import shared_journal, watched
+from fddp.watching import LEFT, Ending, end_together, shared_recorder, watched
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or jax.devices() was called), and "
@@ -50,15 +49,16 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
         raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
     rank = jax.process_index()
     size = jax.process_count()
-    journal, file = shared_journal(size)
+    recorder, file = shared_recorder(size)
+    journal = recorder.journal()
     before = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
-    group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend, journal=journal)
+    group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
     if size > 1:  # not sooner: a rank that fails before the watchers are there would wait for days
         atexit.register(wait_for_all)
         undo.callback(_leave, kept, journal, before, adopted)
-    return watched(group, file, stall_s, kept, pmi_socket(launch))
+    return watched(group, recorder, file, stall_s, kept, pmi_socket(launch))
 
 
 def _leave(kept: Sequence[int], journal: Journal, before: Any, adopted: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from fddp.runtime.place import Launch, integer, integer_if_set, text
+from fddp.runtime.place import Launch, from_variables, integer, integer_if_set, text
 from fddp.runtime.placeless import by_prrte, flux, mvapich, numbered, pals
 
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
@@ -112,24 +112,16 @@ def _explicit(env: Mapping[str, str]) -> Launch | None:
     if "FDDP_SIZE" not in env or number is None:
         missing = [name for name in FDDP_VARIABLES if name not in env]
         raise ValueError(f"{', '.join(given)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE.")
-    return Launch(
-        "FDDP_* variables" if number == "FDDP_RANK" else f"FDDP_SIZE and {number}",
-        rank=integer(env, number),
-        size=integer(env, "FDDP_SIZE"),
-        local_rank=integer_if_set(env, "FDDP_LOCAL_RANK"),
-    )
+    launcher = "FDDP_* variables" if number == "FDDP_RANK" else f"FDDP_SIZE and {number}"
+    return from_variables(env, launcher, number, "FDDP_SIZE", "FDDP_LOCAL_RANK")
 
 
 def jax_variables(env: Mapping[str, str]) -> Launch | None:
     """The variables of JAX, as Kubeflow's Trainer sets them; all three or none count."""
     if any(name not in env for name in JAX_VARIABLES):
         return None
-    return Launch(
-        "JAX_* variables",
-        rank=integer(env, "JAX_PROCESS_ID"),
-        size=integer(env, "JAX_NUM_PROCESSES"),
-        coordinator=text(env, "JAX_COORDINATOR_ADDRESS"),
-    )
+    place = from_variables(env, "JAX_* variables", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+    return replace(place, coordinator=text(env, "JAX_COORDINATOR_ADDRESS"))
 
 
 def torch_variables(env: Mapping[str, str]) -> Launch | None:
@@ -138,14 +130,9 @@ def torch_variables(env: Mapping[str, str]) -> Launch | None:
         return None
     # A store of torch's may hold MASTER_PORT.
     port = _derived_port(integer(env, "MASTER_PORT") + 1)
-    return Launch(
-        "torchrun" if "TORCHELASTIC_RUN_ID" in env else "torchrun's variables",
-        rank=integer(env, "RANK"),
-        size=integer(env, "WORLD_SIZE"),
-        local_rank=integer_if_set(env, "LOCAL_RANK"),
-        coordinator=f"{text(env, 'MASTER_ADDR')}:{port}",
-        local_size=integer_if_set(env, "LOCAL_WORLD_SIZE"),
-    )
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "torchrun's variables"
+    place = from_variables(env, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return replace(place, coordinator=f"{text(env, 'MASTER_ADDR')}:{port}")
 
 
 ### Launchers
@@ -159,13 +146,9 @@ def torchrun(env: Mapping[str, str]) -> Launch | None:
 def _open_mpi(env: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
-    return Launch(
-        "Open MPI",
-        rank=integer(env, "OMPI_COMM_WORLD_RANK"),
-        size=integer(env, "OMPI_COMM_WORLD_SIZE"),
-        local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=integer_if_set(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
+    numbers = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    place = from_variables(env, "Open MPI", *numbers, local_size="OMPI_COMM_WORLD_LOCAL_SIZE")
+    return replace(place, local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"))  # which it always says
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
@@ -174,14 +157,8 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
     others = any(name in env for name in ("SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"))
     if "PMI_RANK" not in env or (others and "MPI_LOCALRANKID" not in env):
         return None
-    return Launch(
-        "Hydra",
-        rank=integer(env, "PMI_RANK"),
-        size=integer(env, "PMI_SIZE"),
-        local_rank=integer_if_set(env, "MPI_LOCALRANKID"),
-        local_size=integer_if_set(env, "MPI_LOCALNRANKS"),
-        pmi_fd=integer_if_set(env, "PMI_FD"),
-    )
+    place = from_variables(env, "Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return replace(place, pmi_fd=integer_if_set(env, "PMI_FD"))
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
@@ -191,10 +168,8 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         return None
     # Ports as JAX derives them: equal on all ranks of a job, different between jobs.
     port = _derived_port(integer(env, "SLURM_JOB_ID"))
-    return Launch(
-        "Slurm",
-        rank=integer(env, "SLURM_PROCID"),
-        size=integer(env, "SLURM_STEP_NUM_TASKS"),
+    return replace(
+        from_variables(env, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         local_rank=integer(env, "SLURM_LOCALID"),
         coordinator=f"{_first_host(text(env, 'SLURM_STEP_NODELIST'))}:{port}",
         pmi=None if env.get("SLURM_MPI_TYPE") == "none" else env.get("SLURM_MPI_TYPE"),

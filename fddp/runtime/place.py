@@ -42,6 +42,39 @@ class Launch:
         return self.launcher in ("Flux", "PALS", "MVAPICH") or self.pmi is not None
 
 
+def from_variables(
+    env: Mapping[str, str],
+    launcher: str,
+    rank: str,
+    size: str,
+    local_rank: str | None = None,
+    local_size: str | None = None,
+) -> Launch:
+    """Reads a process's place from the variables of a launcher.
+
+    Args:
+      env: environment variables, as `os.environ`.
+      launcher: its name.
+      rank: name of the variable that numbers the process.
+      size: name of the one with the number of processes.
+      local_rank: name of the one that numbers it among those of its host; None, or not set: the launcher does not say.
+      local_size: name of the one with the number of processes on its host; likewise.
+
+    Returns:
+      The place, without a coordinator.
+
+    Raises:
+      ValueError: a variable is missing, or no whole number, or they contradict each other.
+    """
+    return Launch(
+        launcher,
+        rank=integer(env, rank),
+        size=integer(env, size),
+        local_rank=integer_if_set(env, local_rank),
+        local_size=integer_if_set(env, local_size),
+    )
+
+
 def integer(env: Mapping[str, str], name: str) -> int:
     """An environment variable that is a whole number.
 
@@ -62,13 +95,13 @@ def integer(env: Mapping[str, str], name: str) -> int:
         raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
 
 
-def integer_if_set(env: Mapping[str, str], name: str) -> int | None:
-    """An environment variable that is a whole number, or None where it is not set.
+def integer_if_set(env: Mapping[str, str], name: str | None) -> int | None:
+    """An environment variable that is a whole number; None where it is not set, or there is no such variable.
 
     Raises:
       ValueError: it is no whole number.
     """
-    return integer(env, name) if name in env else None
+    return integer(env, name) if name and name in env else None
 
 
 def text(env: Mapping[str, str], name: str) -> str:

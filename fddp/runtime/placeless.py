@@ -6,7 +6,7 @@ launcher's; an MPI that does not speak it ends the process, so it is not tried u
 
 from collections.abc import Mapping
 
-from fddp.runtime.place import Launch, integer, integer_if_set
+from fddp.runtime.place import Launch, from_variables
 
 # Each numbers its processes and tells none of them how many there are.
 NUMBERS = {
@@ -21,38 +21,22 @@ def pals(env: Mapping[str, str]) -> Launch | None:
     size = next((name for name in ("PMI_SIZE", "PALS_SIZE") if name in env), None)
     if "PALS_RANKID" not in env or size is None:
         return None
-    return Launch(
-        "PALS",
-        rank=integer(env, "PALS_RANKID"),
-        size=integer(env, size),
-        local_rank=integer_if_set(env, "PALS_LOCAL_RANKID"),
-        local_size=integer_if_set(env, "PALS_LOCAL_SIZE"),
-    )
+    return from_variables(env, "PALS", "PALS_RANKID", size, "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
 
 
 def flux(env: Mapping[str, str]) -> Launch | None:
     """`flux run`, of the Flux framework."""
     if "FLUX_TASK_RANK" not in env:
         return None
-    return Launch(
-        "Flux",
-        rank=integer(env, "FLUX_TASK_RANK"),
-        size=integer(env, "FLUX_JOB_SIZE"),
-        local_rank=integer_if_set(env, "FLUX_TASK_LOCAL_ID"),
-    )
+    return from_variables(env, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
 
 
 def mvapich(env: Mapping[str, str]) -> Launch | None:
     """mpirun_rsh, of MVAPICH."""
     if "MV2_COMM_WORLD_RANK" not in env:
         return None
-    return Launch(
-        "MVAPICH",
-        rank=integer(env, "MV2_COMM_WORLD_RANK"),
-        size=integer(env, "MV2_COMM_WORLD_SIZE"),
-        local_rank=integer_if_set(env, "MV2_COMM_WORLD_LOCAL_RANK"),
-        local_size=integer_if_set(env, "MV2_COMM_WORLD_LOCAL_SIZE"),
-    )
+    numbers = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
+    return from_variables(env, "MVAPICH", *numbers, "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
 def numbered(env: Mapping[str, str]) -> str | None:

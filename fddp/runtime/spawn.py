@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from fddp.runtime.abort import leave
+from fddp.comm import leave
 from fddp.runtime.launchers import worlds
 from fddp.runtime.world import fails
 

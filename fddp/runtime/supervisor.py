@@ -23,7 +23,7 @@ from itertools import count
 from typing import IO, NamedTuple
 
 from fddp.runtime.launchers import worlds
-from fddp.runtime.vendors import launchers
+from fddp.runtime.mpi_vendors import launchers
 
 LOOK_S = 0.05
 END_S = 10.0  # the watchers of a job end it sooner

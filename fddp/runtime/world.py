@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import FAILED, Group, mesh_group, replica_mesh
-from fddp.runtime.abort import follows_another
+from fddp.comm import Group, alone, mesh_group, replica_mesh
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service
 from fddp.runtime.launchers import read_launch
 from fddp.runtime.place import Launch
+from fddp.watching import FAILED, follows_another
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -187,7 +187,7 @@ def _pick(launch: Launch) -> str:
         return "nccl"
     if importlib.util.find_spec("mpi4jax") is None:
         return "gloo"
-    if launch.may_be_mpi:
+    if launch.may_be_mpi and launch.coordinator:  # without one an error says it
         # MPI_Init cannot be tried: an MPI that does not speak this PMI ends the process there (Open MPI without PMIx,
         # MPICH under PMIx), and MPICH's UCX sends Slurm's pmi2 longer lines than it reads.
         launcher = f"srun --mpi={launch.pmi}" if launch.pmi else launch.launcher
@@ -214,7 +214,7 @@ def _has_gpus() -> bool:
 
 def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
     if backend == "local":
-        return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local")
+        return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local", journal=alone())
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)

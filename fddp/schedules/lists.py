@@ -34,6 +34,7 @@ from fddp.schedules.tasks import (
     Value,
     communications,
 )
+from fddp.wording import leaf_name
 
 ARGUMENTS = (STATE, "pending", SHARDS, "rows")
 
@@ -299,7 +300,7 @@ def forms_of(tree: Any) -> Any:
 def names_of(kind: str, tree: Any) -> list[Value]:
     """A value of this kind for each leaf of a tree, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    names = [leaf_name(path) for path in paths]
     # Two paths may read alike: {"a/b": …} and {"a": {"b": …}}.
     names = [name if names.count(name) == 1 else f"{name} {at}" for at, name in enumerate(names)]
     return [Value(kind, path=name) for name in names]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fddp.hooks import Reduction
+from fddp.wording import table
 
 # The parts of the state that are equal on all replicas, as a step is given them.
 STATE = "state"
@@ -118,9 +119,7 @@ class TaskList(NamedTuple):
 
     def __str__(self) -> str:
         rows = [(task.kind, task.name, _abridged(task.reads), _abridged(task.writes)) for task in self.tasks]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return "\n".join(table(rows))
 
 
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:

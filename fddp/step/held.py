@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, take_apart, whole_forms
-from fddp.comm import Placement, described, of_one_replica, parts
+from fddp.comm import Placement, described, device_parts, of_one_replica
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 from fddp.step.way import Held
@@ -85,7 +85,7 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     equal, shards = take_apart(state._replace(hook_state=(), accumulated=None))
     own = shards, state.hook_state, state.accumulated
     shards, hook_state, accumulated = of_one_replica(own, placement.replicas_in_array)
-    return join(parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
+    return join(device_parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
 
 
 def check_held(replica: Replica, state: TrainState) -> TrainState:

@@ -11,6 +11,7 @@ from fddp.hooks import Hook
 from fddp.optim import check_needs
 from fddp.schedules import Schedule
 from fddp.step.combinations import OWN_SCHEDULE, refuse
+from fddp.wording import check_whole
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -143,9 +144,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_caps(self.bucket_cap_mb, self.first_bucket_mb, self.last_bucket_mb)
-        steps = self.accumulation_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"accumulation_steps must be a whole number of 1 or more, got {steps!r}.")
+        check_whole("accumulation_steps", self.accumulation_steps, 1)
         every = self.check_replicas_every
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"check_replicas_every must be a whole number of steps, or 0 for never, got {every!r}.")

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_in_rows
-from fddp.comm import MOST, Group, add_replica_dim, drop_replica_dim, parts
+from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_with_table_rows
+from fddp.comm import MOST, Group, add_replica_dim, device_parts, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
@@ -24,6 +24,7 @@ from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
+from fddp.wording import leaf_name
 
 if TYPE_CHECKING:  # a way says what replicas do
     from fddp.step.way import Way
@@ -136,8 +137,8 @@ class Replica:
         exact = self.options.hook is None and self.way.sums and not asks_first
         # Rows are of a whole gradient that is summed as it is.
         few = touched if exact and self.way.table_rows and not self.group.placement.other_axes else None
-        tree = parts(self.group.placement, params)
-        plan = plan_in_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
+        tree = device_parts(self.group.placement, params)
+        plan = plan_with_table_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
         plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
         return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
 
@@ -244,9 +245,7 @@ def _broken(grads: Sequence[Array]) -> Array:
 
 def _names(tree: Any) -> list[str]:
     """The path of each leaf."""
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _start(state: TrainState) -> Pending:

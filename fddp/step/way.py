@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 
-from fddp.buckets import BucketPlan, Messages, Shard, pack_parts, unpack_parts
+from fddp.buckets import BucketPlan, Messages, Shard, pack_device_parts, unpack_device_parts
 from fddp.comm import Group, specs
 from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, Optimizer
@@ -100,10 +100,10 @@ def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
     where = specs(replica.group.placement, facts.state.params)
 
     def unpack(messages: Messages) -> tuple[list[Any], Any]:
-        return unpack_parts(axes, plan, messages, where)
+        return unpack_device_parts(axes, plan, messages, where)
 
     def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return replica.local(partial(pack_parts, axes, plan, where=where), state, pending, rows)
+        return replica.local(partial(pack_device_parts, axes, plan, where=where), state, pending, rows)
 
     def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         return facts.use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards

@@ -21,7 +21,7 @@ from fddp.analysis.workload import Workload
 from fddp.comm import mesh_programs
 from fddp.hlo.collectives import find_collectives
 from fddp.hlo.module import parse
-from fddp.hooks.sums import reductions
+from fddp.hooks.reductions import reductions
 from fddp.schedules.tasks import communications
 from models import bert, gpt, mlp, resnet
 

@@ -12,7 +12,7 @@ from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.search import Candidate, Tuning
-from fddp.buckets import make_plan, place_scalars, plan_in_rows
+from fddp.buckets import make_plan, place_scalars, plan_with_table_rows
 from fddp.measuring.measurement import MeasuredStep
 from fddp.schedules.timeline import Pace, Span, Timeline
 from models import mlp
@@ -64,13 +64,13 @@ def test_rows_count_as_the_all_reduce_that_takes_as_long_and_the_rest_as_nothing
     tree = {"bias": np.zeros(8, np.float32), "table": np.zeros((100_000, 4), np.float32)}
     rows = 64 * (4 * 4 + 4) + 4
     for replicas in (2, 8):
-        plan = place_scalars(plan_in_rows(tree, {1: 64}, replicas, order=(1, 0)), early=True)
+        plan = place_scalars(plan_with_table_rows(tree, {1: 64}, replicas, order=(1, 0)), early=True)
         assert message_bytes(plan, 100, replicas) == (rows * replicas // 2, 32 + 100)
 
 
 def test_a_tail_that_is_alone_only_here_has_a_stage_of_no_time():
     tables = {name: np.zeros((100_000, 4), np.float32) for name in "ab"}
-    plan = place_scalars(plan_in_rows(tables, {0: 8, 1: 8}, 2, order=(1, 0)), early=True)
+    plan = place_scalars(plan_with_table_rows(tables, {0: 8, 1: 8}, 2, order=(1, 0)), early=True)
     assert joined([2.0, 3.0], (1, 0), plan, total=5.0) == (0.0, 2.0, 3.0)
 
 

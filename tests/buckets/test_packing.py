@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trees import same_bits
 
 from fddp import make_plan, pack, unpack
+from fddp.buckets.messages import add_tail, take_tail
 from fddp.buckets.plan import place_scalars
-from fddp.buckets.tail import add_tail, take_tail
 
 FLOATS = [np.dtype(d) for d in (jnp.bfloat16, np.float16, np.float32, np.float64, np.complex64, np.complex128)]
 OTHERS = [np.dtype(d) for d in (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.bool_)]

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fddp
-from fddp.comm.journal import HEAD, HEADS, SIZE, Journal
+from fddp.watching.recorder import Recorder
+from fddp.watching.watcher.shared_memory import HEAD, SIZE
 
 close = partial(trees.close, rtol=1e-12, atol=0)
 
@@ -88,14 +89,14 @@ def test_a_metric_is_compiled_once_for_each_form_of_a_batch(group):
 
 
 def test_each_batch_is_a_sign_to_the_watchers_that_a_rank_moves(group):
-    journal, moved = Journal(bytearray(SIZE)), set()
+    recorder, moved = Recorder(bytearray(SIZE)), set()
 
     def batches() -> Iterator[np.ndarray]:
         for _ in range(3):
-            moved.add(dict(zip(HEADS, HEAD.unpack_from(journal.memory, 0)))["moved"])
+            moved.add(HEAD.read(recorder.memory)["moved"])
             yield X[:8]
 
-    fddp.evaluate(metrics, W, batches(), group=replace(group(1), journal=journal))
+    fddp.evaluate(metrics, W, batches(), group=replace(group(1), journal=recorder.journal()))
     assert len(moved) == 3
 
 

@@ -11,7 +11,7 @@ import fddp
 
 
 def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
-    monkeypatch.setattr("fddp.comm.ragged.CHUNK_BYTES", 5)  # in many messages, of which no array is a whole number
+    monkeypatch.setattr("fddp.comm.allgatherv.CHUNK_BYTES", 5)  # in many messages, of which no array is a whole number
     tree = {
         "bf16": jnp.array([[np.nan, -0.0, 1 / 3]], jnp.bfloat16),
         "f64": np.array([1 / 3, -np.inf]),

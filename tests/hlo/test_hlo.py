@@ -3,8 +3,8 @@
 import pytest
 
 from fddp.hlo.collectives import find_collectives
+from fddp.hlo.device_groups import device_groups
 from fddp.hlo.flops import Work, traffic, work
-from fddp.hlo.groups import device_groups
 from fddp.hlo.module import Array, parse
 
 HEAD = "HloModule f, is_scheduled=true\n"

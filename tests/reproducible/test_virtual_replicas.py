@@ -17,7 +17,7 @@ from trees import bits, close
 
 import fddp
 from fddp.comm import block_of, merges
-from fddp.comm.tree import tree_sum
+from fddp.comm.summation_tree import tree_sum
 
 pytestmark = pytest.mark.steps
 

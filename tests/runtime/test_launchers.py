@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fddp.runtime.abort import read_grace
 from fddp.runtime.hints import hints
 from fddp.runtime.launchers import pmi_socket, read_launch, spoken
 from fddp.runtime.place import Launch
+from fddp.watching.abort import read_grace
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

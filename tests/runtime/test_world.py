@@ -52,6 +52,7 @@ def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_
     assert ended.codes == (1, 1)
     for text in ended.outputs:
         assert "Flux does not say where rank 0 is: set FDDP_COORDINATOR=host:port" in text
+        assert "backend 'gloo'; fddp.init('mpi')" not in text  # nothing starts with Gloo
 
 
 @pytest.mark.parametrize("who", ["all", "0", "1"])

@@ -22,7 +22,7 @@ import fddp
 from bench.steady import steady_seconds
 from fddp.comm import Journal, Lane, poll
 from fddp.hooks import Reduction
-from fddp.hooks.sums import Asks
+from fddp.hooks.reductions import Asks
 from fddp.jax_internals import with_configuration
 from fddp.schedules.message_order import STEPS, TURNS, trailed
 from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, Value

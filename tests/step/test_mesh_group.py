@@ -21,7 +21,7 @@ from workers import trainings
 from workers.train_all import Run, train
 
 import fddp
-from fddp.hlo.groups import Devices, device_groups
+from fddp.hlo.device_groups import Devices, device_groups
 from models import gpt, tensor_parallel
 
 pytestmark = pytest.mark.steps

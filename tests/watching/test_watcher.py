@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from processes import case, launch, written
 
-from fddp.analysis.flight import read_flights
-from fddp.analysis.flight import told as flight
-from fddp.runtime.watcher.main import STOP_S, Stop, stop_of
-from fddp.runtime.watcher.mpiexec import leave_last
-from fddp.runtime.watcher.remarks import remarks
-from fddp.runtime.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
+from fddp.watching import read_flights
+from fddp.watching import told as flight
+from fddp.watching.watcher.main import STOP_S, Stop, stop_of
+from fddp.watching.watcher.mpiexec import leave_last
+from fddp.watching.watcher.remarks import remarks
+from fddp.watching.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
 
 ### What the watchers conclude
 

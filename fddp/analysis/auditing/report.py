@@ -22,6 +22,7 @@ from fddp.hlo import Collective, Module, find_collectives, parse, work
 from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Timeline
 from fddp.training import TrainStep
+from fddp.wording import table
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,8 @@ class Audit:
             mode += ", in a loop" if collective.loops else ", in a branch" if collective.branches else ""
             mib = f"{collective.nbytes / MiB:.3f}"
             rows.append((str(k), self.label(k), collective.kind, mib, dtypes, mode, str(collective.heavy), share))
-        widths = [max(len(row[c]) for row in rows) for c in range(len(head))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines = [
-            *table,
+            *table(rows),
             f"{self.where}: {sum(f.asynchronous for f in self.collectives)} of {len(self.collectives)} collectives "
             f"asynchronous, {len(self.plan.buckets)} buckets planned; {self.heavy} heavy operations, "
             f"{self.flops / 1e9:.1f} GFLOP a replica",

@@ -18,39 +18,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fddp.comm import Group, Journal
-from fddp.comm.journal import (
-    ANSWER,
-    ANSWERED,
-    DOING,
-    ENDING,
-    FAILED,
-    FINISHED,
-    HEAD,
-    HEADS,
-    LEFT,
-    MESSAGE,
-    MESSAGES,
-    PLACE,
-    PROPOSAL,
-    PROPOSED,
-    RING,
-    SENDING,
-    SIZE,
-    STOPPING,
-    TEXT,
-    VERDICT,
-)
-from fddp.runtime.abort import leave
+from fddp.comm import Group, leave
+from fddp.watching.recorder import Recorder
+from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 
-PORT = SIZE  # the place, behind the journal, of the port at which the watcher of rank 0 listens
-BYTES = SIZE + 8
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
 GRACE_S = 1.5
@@ -67,68 +45,68 @@ main(json.load(sys.stdin))
 """
 
 
-def shared_journal(processes: int) -> tuple[Journal, int]:
-    """Makes a journal in memory that another process can read; also returns the file of that memory."""
+def shared_recorder(processes: int) -> tuple[Recorder, int]:
+    """Makes a recorder in memory that another process can read; also returns the file of that memory."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fddp")
     else:
         with tempfile.TemporaryFile() as unnamed:
             file = os.dup(unnamed.fileno())
-    os.ftruncate(file, BYTES)
-    return Journal(mmap(file, BYTES), processes), file
+    os.ftruncate(file, SIZE)
+    return Recorder(mmap(file, SIZE), processes), file
 
 
 def watched(
-    group: Group, file: int, stall_s: float | None, kept: Sequence[int] = (), pmi_fd: int | None = None
+    group: Group,
+    recorder: Recorder,
+    file: int,
+    stall_s: float | None,
+    kept: Sequence[int] = (),
+    pmi_fd: int | None = None,
 ) -> Group:
     """Starts this rank's watcher, if there are others; every rank of the job calls it.
 
     Args:
-      group: all processes, with a journal from `shared_journal`.
+      group: all processes.
+      recorder: from `shared_recorder`.
       file: its memory.
       stall_s: how long nothing may move while a rank waits in a step; None: 30 s, or ten steps.
       kept: files that the watcher is to hold open as long as it lives.
       pmi_fd: the socket by which mpiexec hears of this process; the watcher holds it too, and is the last to do so.
 
     Returns:
-      The group.
+      The group, with the recorder's journal.
     """
+    group = replace(group, journal=recorder.journal())
     if group.processes == 1 or os.name != "posix":
         return group
-    journal = group.journal
     rank = group.rank
     keys = group.hosts.all_gather(_host_key())
     alone = bool(np.all(keys == keys[0]))
-    memory = {"memory": file, "bytes": BYTES, "head": HEAD.format, "text": TEXT.size, "verdict": VERDICT.format}
-    places = {"doing": DOING, "sending": SENDING, "place": PLACE, "ending": ENDING, "port": PORT, "stopping": STOPPING}
-    ring = {"ring": RING, "message": MESSAGE.format, "messages": MESSAGES}
-    stop = {"answer": ANSWER.format, "answered": ANSWERED, "proposal": PROPOSAL.format, "proposed": PROPOSED}
-    done = {"done": (FINISHED, FAILED), "left": LEFT, "heads": HEADS}
-    ends = {"stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
-    job = own | memory | places | ring | stop | done | ends
+    job = own | {"memory": file, "stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     if rank == 0:
         token = secrets.token_hex(16)
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))
         told = {"token": token, "flight": flight}
         _start(job | told, kept)
-        port = _port(journal)
+        port = _port(recorder)
         hosts = ["127.0.0.1"] if alone else _own_addresses()
         told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode().ljust(TOLD)
         group.hosts.broadcast(np.frombuffer(told, np.uint8), 0)
     else:
         told = group.hosts.broadcast(np.zeros(TOLD, np.uint8), 0).tobytes()
         _start(job | json.loads(told), kept)
-    atexit.register(journal.say, FINISHED)
-    threading.Thread(target=_live, args=(journal,), name="fddp-life", daemon=True).start()
+    atexit.register(recorder.say, FINISHED)
+    threading.Thread(target=_live, args=(recorder,), name="fddp-life", daemon=True).start()
     return group
 
 
-def _live(journal: Journal) -> None:
+def _live(recorder: Recorder) -> None:
     """Shows that this interpreter runs, and where; ends the process when its watcher says so."""
-    while not journal.live().end:
+    while not recorder.live().end:
         time.sleep(SIGN_S)
-        journal.at(_place())
+        recorder.at(_place())
     leave()
 
 
@@ -164,12 +142,11 @@ def _start(job: dict, kept: Sequence[int]) -> None:
     process.returncode = 0  # nobody waits for it: it outlives this process
 
 
-def _port(journal: Journal) -> int:
+def _port(recorder: Recorder) -> int:
     """The port at which the watcher of rank 0 listens; 0 if it did not start."""
     until = time.monotonic() + START_S
     while time.monotonic() < until:
-        (port,) = struct.unpack_from("<Q", journal.memory, PORT)
-        if port:
+        if port := PORT.read(recorder.memory)["port"]:
             return port
         time.sleep(0.01)
     return 0

@@ -6,7 +6,6 @@ Source: `reached_preemption_sync_point` in JAX's `multihost_utils`.
 import signal
 from typing import Any
 
-from fddp.comm import BETWEEN
 from fddp.runtime.world import init, on_leaving
 
 # The handler of SIGTERM from before `preempted` took it over; empty until then.
@@ -21,7 +20,7 @@ def alive() -> None:
       >>> for batch in range(3):
       ...     fddp.alive()
     """
-    init().journal.say(BETWEEN)
+    init().journal.between()
 
 
 def preempted() -> bool:

@@ -4,13 +4,14 @@ import hmac
 import json
 import select
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from mmap import mmap
 from typing import Any
+
+from .shared_memory import PORT
 
 EVERY_S = 0.25  # between two looks at the rank, and two reports of it
 MOST = 1 << 16  # bytes of a line
@@ -22,7 +23,7 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
     """Opens the door of rank 0's watcher, or connects to it."""
     if job["rank"] == 0:
         door = socket.create_server((job["bind"], 0), backlog=job["size"])
-        struct.pack_into("<Q", memory, job["port"], door.getsockname()[1])
+        PORT.write(memory, door.getsockname()[1])
         return door, {}
     for host, port in job["addresses"]:
         try:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fddp.runtime import watchdog
+from fddp.watching import watchdog
 
 
 class Frame:

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
+from fddp.buckets.messages import Messages, add_tail, take_tail
 from fddp.buckets.packing import pack, unpack
 from fddp.buckets.plan import BucketPlan
-from fddp.buckets.tail import Messages, add_tail, take_tail
 from fddp.jax_internals import over_axes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Messages:
+def pack_device_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Messages:
     """Packs gradients and tail into messages, on each device the parts that it holds; inside a program.
 
     Args:
       axes: mesh axes along which the devices of a replica lie.
-      plan: a plan made for the parts (see `fddp.comm.parts`).
+      plan: a plan made for the parts (see `fddp.comm.device_parts`).
       tree: gradients, with None for leaves that have none.
       tail: a tree of small numbers, whole on every device of a replica.
       where: a tree of specs like the parameters, from `fddp.comm.specs`.
@@ -44,14 +44,16 @@ def pack_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, wh
     return _on_each_device(axes, pack_here, in_specs, PartitionSpec(axes))(leaves, tail)
 
 
-def unpack_parts(axes: tuple[str, ...], plan: BucketPlan, messages: Messages, where: Any) -> tuple[list[Any], Any]:
-    """Takes gradients and tail out of summed messages: the inverse of `pack_parts`.
+def unpack_device_parts(
+    axes: tuple[str, ...], plan: BucketPlan, messages: Messages, where: Any
+) -> tuple[list[Any], Any]:
+    """Takes gradients and tail out of summed messages: the inverse of `pack_device_parts`.
 
     Args:
       axes: mesh axes along which the devices of a replica lie.
-      plan: the plan that `pack_parts` followed.
-      messages: the messages of `pack_parts`, summed over replicas.
-      where: the specs that `pack_parts` was given.
+      plan: the plan that `pack_device_parts` followed.
+      messages: the messages of `pack_device_parts`, summed over replicas.
+      where: the specs that `pack_device_parts` was given.
 
     Returns:
       A gradient for each leaf of the plan, None for those that did not travel; and the tail.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fddp.analysis.flight import read_flights, told
+from fddp.watching.flight_records import read_flights, told
 
 
 def message(number: int, name: str = "bucket 0", nbytes: int = 8, took_s: float | None = 0.001) -> dict[str, Any]:

@@ -8,6 +8,8 @@ Source: the stall check of Horovod; PyTorch's monitored barrier.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .shared_memory import BETWEEN, FAILED, FINISHED, STEP
+
 AFTER_S = 0.5  # so long after the first death all ranks that died with it are known
 AT_ONCE_S = 0.05  # mpiexec kills the others sooner, and their watchers wake in any order
 SILENT_S = 5.0  # a rank without a sign of life for so long, or for a stall, does not run or cannot be reached
@@ -37,7 +39,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
       The verdict, or None if all is well.
     """
     going = {rank: one for rank, one in reports.items() if not one["done"]}
-    failed = [one for one in reports.values() if one["doing"] == "failed"]
+    failed = [one for one in reports.values() if one["doing"] == FAILED]
     dead = [one for one in going.values() if one["gone"]]
     if dead:
         first = first_of(dead)
@@ -45,7 +47,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
         words = f"rank {failed[0]['rank']} failed" if failed else f"rank {first['rank']} died {where(first)}"
         return Verdict(words, True) if now > first["gone"] + AFTER_S else None
     waiting = [one for one in going.values() if one["together"]]
-    left = [one for one in reports.values() if one["doing"] == "finished" or (one in failed and one["gone"])]
+    left = [one for one in reports.values() if one["doing"] == FINISHED or (one in failed and one["gone"])]
     early = [(one, other) for one in left for other in waiting if one["calls"] < other["calls"]]
     if early:
         one, other = early[0]
@@ -53,7 +55,7 @@ def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> V
         shorter = one not in failed and one["steps"] < other["steps"]
         advice = ": give each rank equally many batches, or use fddp.join" * shorter
         return Verdict(f"rank {one['rank']} {how}, and rank {other['rank']} waits {where(other)}{advice}", True)
-    over = [one for one in reports.values() if one["doing"] == "finished" and not one["gone"]]
+    over = [one for one in reports.values() if one["doing"] == FINISHED and not one["gone"]]
     if over and (short := [one for one in failed if one["gone"]]):
         # JAX ends no process before all have come to the end of their scripts.
         steps = short[0]["steps"] + short[0]["before"]
@@ -92,7 +94,7 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
         ranks = ", ".join(str(one["rank"]) for one in others[:8])
         told.append(f"rank{'s' * (len(others) > 1)} {ranks} wait{'s' * (len(others) == 1)} {where(others[0])}")
     # Before the first task of a step a rank may be compiling.
-    busy = not lifeless and all(not one["together"] or one["doing"] == "step" for one in behind)
+    busy = not lifeless and all(not one["together"] or one["doing"] == STEP for one in behind)
     most = PATIENCE * limit if busy else 2 * limit
     words = f"nothing has moved for {limit:.0f} s: {'; '.join(told)}"
     if busy:
@@ -142,7 +144,7 @@ def where(one: Report) -> str:
     if one["together"] and one["doing"] in ("all_gather", "broadcast"):
         return f"in {one['doing']} after step {number}"
     # The name of a task says where the rank is; between tasks the line of its script does.
-    doing = one["place"] if one["doing"] in ("between steps", "step") else one["doing"]
+    doing = one["place"] if one["doing"] in (BETWEEN, STEP) else one["doing"]
     doing = f", {doing}" if doing else ""
     if one["together"]:
         return f"in step {number}" + (f" for {one['sending']}" if one["sending"] else doing)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.buckets import add_rows, flags, plan_in_rows, take_rows
-from fddp.buckets.rows import WORTH_BYTES
+from fddp.buckets import add_table_rows, flags, plan_with_table_rows, take_table_rows
+from fddp.buckets.table_rows import WORTH_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count
@@ -16,7 +16,7 @@ ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count
 
 def bucket_of(dtype: str) -> Any:
     form = jax.ShapeDtypeStruct((ALL, WIDTH), dtype)
-    (bucket,) = plan_in_rows(form, {0: MOST}, 2, order=(0,)).buckets
+    (bucket,) = plan_with_table_rows(form, {0: MOST}, 2, order=(0,)).buckets
     return bucket
 
 
@@ -29,38 +29,38 @@ def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
 @pytest.mark.parametrize("numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]])
 def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
     bucket, flat = bucket_of(dtype), gradient(dtype, numbers, 0)
-    words, left = take_rows(bucket, flat)
+    words, left = take_table_rows(bucket, flat)
     assert words.nbytes == bucket.nbytes and words.dtype.kind == "u"
     (place,) = flags(bucket, 1)
     assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(left != 0))
-    assert np.asarray(add_rows(bucket, words, left)).tobytes() == np.asarray(flat).tobytes()
+    assert np.asarray(add_table_rows(bucket, words, left)).tobytes() == np.asarray(flat).tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
 def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str):
     bucket = bucket_of(dtype)
     gradients = [gradient(dtype, numbers, k) for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))]
-    sent = [take_rows(bucket, flat) for flat in gradients]
+    sent = [take_table_rows(bucket, flat) for flat in gradients]
     words = jnp.concatenate([one for one, _ in sent])
     assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
-    total = add_rows(bucket, words, jnp.asarray(sum(left for _, left in sent)))
+    total = add_table_rows(bucket, words, jnp.asarray(sum(left for _, left in sent)))
     assert np.array_equal(np.asarray(total), np.asarray(sum(gradients)))  # small whole numbers: exact in every dtype
 
 
 def test_rows_of_16_bits_are_rounded_once():
     """256 and seven times 1 are 263: added one by one in bfloat16 they stay 256."""
     form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")
-    (bucket,) = plan_in_rows(form, {0: MOST}, 8, order=(0,)).buckets
+    (bucket,) = plan_with_table_rows(form, {0: MOST}, 8, order=(0,)).buckets
     gradients = [jnp.zeros(ALL * WIDTH, jnp.bfloat16).at[6].set(256 if rank == 0 else 1) for rank in range(8)]
-    words = jnp.concatenate([take_rows(bucket, flat)[0] for flat in gradients])
-    assert float(add_rows(bucket, words, jnp.zeros(ALL * WIDTH, jnp.bfloat16))[6]) == float(jnp.bfloat16(263))
+    words = jnp.concatenate([take_table_rows(bucket, flat)[0] for flat in gradients])
+    assert float(add_table_rows(bucket, words, jnp.zeros(ALL * WIDTH, jnp.bfloat16))[6]) == float(jnp.bfloat16(263))
 
 
 def test_a_row_that_is_no_number_travels(x64: None):
     bucket = bucket_of("float32")
     flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
-    words, left = take_rows(bucket, flat)
-    assert np.isnan(np.asarray(add_rows(bucket, words, left))).nonzero()[0].tolist() == [7 * WIDTH]
+    words, left = take_table_rows(bucket, flat)
+    assert np.isnan(np.asarray(add_table_rows(bucket, words, left))).nonzero()[0].tolist() == [7 * WIDTH]
 
 
 def test_rows_travel_where_these_save_enough_bytes():
@@ -68,7 +68,7 @@ def test_rows_travel_where_these_save_enough_bytes():
     form = jax.ShapeDtypeStruct((100_000, 4), "float32")
 
     def travel(replicas: int, touched: int) -> bool:
-        return plan_in_rows(form, {0: touched}, replicas, order=(0,)).buckets[0].rows is not None
+        return plan_with_table_rows(form, {0: touched}, replicas, order=(0,)).buckets[0].rows is not None
 
     bytes_of_all, bytes_of_row = 1_600_000, 4 * 4 + 4
     for replicas in (2, 3, 8):
@@ -78,21 +78,24 @@ def test_rows_travel_where_these_save_enough_bytes():
 
 
 def test_what_no_batch_has_touched_yet_stays_whole():
-    assert plan_in_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=(0,)).buckets[0].rows is None
+    assert (
+        plan_with_table_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=(0,)).buckets[0].rows
+        is None
+    )
 
 
 def test_the_last_bucket_of_the_others_is_small_before_a_table_too():
     tree = [jax.ShapeDtypeStruct((2**18,), "float32")] * 5 + [jax.ShapeDtypeStruct((100_000, 4), "float32")]
-    plan = plan_in_rows(tree, {5: 8}, 2, order=range(6))
+    plan = plan_with_table_rows(tree, {5: 8}, 2, order=range(6))
     assert [bucket.leaves for bucket in plan.buckets] == [(0,), (1, 2, 3), (4,), (5,)]
-    assert plan.digest != plan_in_rows(tree, {5: 9}, 2, order=range(6)).digest
+    assert plan.digest != plan_with_table_rows(tree, {5: 9}, 2, order=range(6)).digest
 
 
 def test_who_is_in_a_group_stays_whole():
     tree = {"table": jax.ShapeDtypeStruct((100_000, 4), "float32"), "bias": jax.ShapeDtypeStruct((4,), "float32")}
-    both = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all")
+    both = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all")
     assert [bucket.rows for bucket in both.buckets] == [None]
-    by_itself = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
+    by_itself = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
     assert [bucket.rows for bucket in by_itself.buckets] == [None, None]
-    other = plan_in_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None)
+    other = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None)
     assert [bucket.rows is None for bucket in other.buckets] == [True, False]

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import FAILED, Journal, poll
+from fddp.comm import Journal, leave, poll
+from fddp.watching.watcher.shared_memory import FAILED
 
 GRACE_S = 5.0
 # Seconds for which a rank with an error of the transport waits for the watchers' verdict.
@@ -96,7 +97,7 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
     if not isinstance(error, jax.errors.JaxRuntimeError) and not re.search(r"\b(Gloo|NCCL|MPI)", said):
         return False
     journal.say("after an error")
-    return poll(lambda: journal.verdict().end, VERDICT_S)
+    return poll(lambda: journal.finding().end, VERDICT_S)
 
 
 def read_grace(env: Mapping[str, str]) -> float:
@@ -126,13 +127,3 @@ def _write(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
     sys.stdout.flush()
-
-
-def leave() -> None:
-    """Ends this process at once; its watcher has said why."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
-    os._exit(1)

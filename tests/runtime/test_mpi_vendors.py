@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fddp.runtime import vendors
+from fddp.runtime import mpi_vendors
 
 # What `--version`, or mpicc's `-v` and `--showme:version`, print first.
 SAY = {
@@ -51,33 +51,33 @@ def program(folder: Path, name: str, says: str) -> str:
 def test_launchers_of_a_vendor_come_first(here):
     plain = program(here, "mpiexec", SAY["mpiexec.openmpi"])
     hydra = program(here, "mpiexec.hydra", SAY["mpiexec.hydra"])
-    assert list(vendors.launchers("MPICH")) == [(hydra, "MPICH"), (plain, "Open MPI")]
-    assert list(vendors.launchers("Open MPI")) == [(plain, "Open MPI"), (hydra, "MPICH")]
+    assert list(mpi_vendors.launchers("MPICH")) == [(hydra, "MPICH"), (plain, "Open MPI")]
+    assert list(mpi_vendors.launchers("Open MPI")) == [(plain, "Open MPI"), (hydra, "MPICH")]
 
 
 def test_a_program_that_says_nothing_known_is_nobodys(here):
-    assert vendors.vendor_of(program(here, "mpiexec", "1.0"), "--version") is None
+    assert mpi_vendors.vendor_of(program(here, "mpiexec", "1.0"), "--version") is None
 
 
 def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
     program(here, "mpicc", SAY["mpicc.openmpi"])
     own = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
-    first, command = vendors.rebuild("MPICH").split("; ")
+    first, command = mpi_vendors.rebuild("MPICH").split("; ")
     assert first == f"echo jaxlib=={version('jaxlib')} >jaxlib.txt"
     assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={own} " in command
-    assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in vendors.rebuild("Intel MPI")
+    assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in mpi_vendors.rebuild("Intel MPI")
 
 
 def test_an_nvcc_without_headers_needs_a_cuda_path(here):
-    assert vendors.without_cuda() == []
+    assert mpi_vendors.without_cuda() == []
     (here / "bin").mkdir()
     program(here / "bin", "nvcc", "nvcc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(here / "bin"))
-        assert vendors.without_cuda() == ["CUDA_PATH=/usr/local/cuda"]
+        assert mpi_vendors.without_cuda() == ["CUDA_PATH=/usr/local/cuda"]
         (here / "include").mkdir()
         (here / "include" / "cuda_runtime.h").touch()
-        assert vendors.without_cuda() == []
+        assert mpi_vendors.without_cuda() == []
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(tmp
     (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('Open MPI', (4, 1, 4))\n")
     (tmp_path / "mpi4jax.py").write_text(mpi4jax)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert vendors.loaded() == ("Open MPI", problem)
+    assert mpi_vendors.loaded() == ("Open MPI", problem)

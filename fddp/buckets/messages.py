@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Shaped
 
 from fddp.buckets.packing import joined
 from fddp.buckets.plan import BucketPlan
-from fddp.buckets.rows import add_rows, take_rows
+from fddp.buckets.table_rows import add_table_rows, take_table_rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: Any) -> Messages:
     sent: dict[tuple[int | None, bool], Array] = {(None, False): jnp.zeros(0, dtype)}
     for k, (bucket, flat) in enumerate(zip(plan.buckets, buckets)):
         if bucket.rows:
-            sent[k, True], flat = take_rows(bucket, flat)
+            sent[k, True], flat = take_table_rows(bucket, flat)
         sent[k, False] = flat
     arrays = [sent[message.bucket, message.rows] for message in plan.messages]
     at = plan.messages.index(plan.carrier)
@@ -79,7 +79,7 @@ def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], 
     arrays[at], words = jax.lax.split(arrays[at], [arrays[at].size - sum(sizes), sum(sizes)])
     came = {(message.bucket, message.rows): array for message, array in zip(plan.messages, arrays)}
     buckets = [
-        add_rows(bucket, came[k, True], came[k, False]) if bucket.rows else came[k, False]
+        add_table_rows(bucket, came[k, True], came[k, False]) if bucket.rows else came[k, False]
         for k, bucket in enumerate(plan.buckets)
     ]
     pieces = jax.lax.split(jnp.real(words), sizes)

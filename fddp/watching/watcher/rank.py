@@ -6,7 +6,6 @@ Source: the monitor process of NVIDIA's resiliency extension.
 import json
 import os
 import signal
-import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,53 +14,56 @@ from pathlib import Path
 from typing import Any
 
 from .links import EVERY_S
+from .shared_memory import (
+    ANSWER,
+    DOING,
+    FAILED,
+    FINISHED,
+    HEAD,
+    LEFT,
+    LIFE,
+    MESSAGES,
+    PLACE,
+    SENDING,
+    TOLD,
+    VERDICT,
+    message,
+)
 
 
 def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Makes a function that reads what the rank wrote down."""
-    head = struct.Struct(job["head"])
-    answer = struct.Struct(job["answer"])
     lived = -1
     changed = time.monotonic()
 
-    def text(place: int) -> str:
-        return memory[place : place + job["text"]].rstrip(b"\0").decode(errors="replace")
-
     def read() -> dict[str, Any]:
         nonlocal lived, changed
-        counts = dict(zip(job["heads"], head.unpack(_settled(memory, head.size))))
-        life = counts.pop("life")
-        moved = counts.pop("moved")
+        life = LIFE.read(memory)["life"]
+        head = HEAD.read(memory)
+        doing = DOING.read(memory)
         now = time.monotonic()
         if life != lived:
             lived = life
             changed = now
-        still = now - moved
+        still = now - head.pop("moved")
         lifeless = now - changed
+        been = still > lifeless + EVERY_S  # at its place since it moved last
         return {
             "rank": job["rank"],
             "still": still,
             "lifeless": lifeless,
-            "place": text(job["place"]) if still > lifeless + EVERY_S else "",  # where it has been since it moved last
-            "doing": text(job["doing"]),
-            "done": text(job["doing"]) in job["done"],
-            "left": text(job["doing"]) == job["left"],
-            "sending": text(job["sending"]),
+            "done": doing["doing"] in (FINISHED, FAILED),
+            "left": doing["doing"] == LEFT,
             "stopped": stopped(job["parent"]),
-            "told": bool(memory[job["stopping"]]),
-            **counts,
-            **dict(zip(("asks", "between_s", "agreed"), answer.unpack_from(memory, job["answered"]))),
+            **head,
+            **doing,
+            **SENDING.read(memory),
+            **(PLACE.read(memory) if been else {"place": ""}),
+            **TOLD.read(memory),
+            **ANSWER.read(memory),
         }
 
     return read
-
-
-def _settled(memory: mmap, size: int) -> bytes:
-    """Reads the beginning of a memory that is written meanwhile, until it is the same twice."""
-    first = memory[:size]
-    while (second := memory[:size]) != first:
-        first = second
-    return first
 
 
 def stopped(process: int) -> bool:
@@ -98,7 +100,7 @@ def end(
 ) -> None:
     """Writes down what the rank sent last, and ends it: asks it to end, and kills it if it does not."""
     record(memory, job, own, words)
-    tell(memory, job, words, end=True)
+    VERDICT.write(memory, True, words)
     until = time.monotonic() + job["grace_s"]
     while not died() and time.monotonic() < until:
         time.sleep(0.05)
@@ -106,32 +108,21 @@ def end(
         os.kill(job["parent"], signal.SIGKILL)
 
 
-def tell(memory: mmap, job: Mapping[str, Any], words: str, *, end: bool) -> None:
-    """Tells the rank what the watchers have found, and whether it is to end."""
-    put(memory, job["ending"], struct.pack(job["verdict"], end, words.encode()[:511]))
-
-
-def put(memory: mmap, place: int, packed: bytes) -> None:
-    """Writes into memory that the rank reads meanwhile; `pack_into` would fill it with zeros first."""
-    memory[place : place + len(packed)] = packed
-
-
 def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str) -> None:
     """Writes the last messages of the rank to a file, for `python -m fddp flight`."""
-    layout = struct.Struct(job["message"])
     now = time.monotonic()
-    rows = [layout.unpack_from(memory, job["ring"] + k * layout.size) for k in range(job["messages"])]
+    last = [message(number).read(memory) for number in range(MESSAGES)]
     sent = [
         {
-            "number": number,
-            "step": step + own["before"],
-            "name": name.rstrip(b"\0").decode(errors="replace"),
-            "nbytes": nbytes,
-            "began_s": begin - now,
-            "took_s": stop - begin if stop else None,
+            "number": one["number"],
+            "step": one["step"] + own["before"],
+            "name": one["name"],
+            "nbytes": one["nbytes"],
+            "began_s": one["begin"] - now,
+            "took_s": one["end"] - one["begin"] if one["end"] else None,
         }
-        for number, step, begin, stop, nbytes, name in sorted(rows)
-        if begin
+        for one in sorted(last, key=lambda one: one["number"])
+        if one["begin"]
     ]
     own = {"rank": own["rank"], "steps": own["steps"] + own["before"], "doing": own["doing"]}
     told = own | {"size": job["size"], "why": words}

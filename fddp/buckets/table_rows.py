@@ -16,14 +16,14 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped, UInt
 
 from fddp.buckets.assignment import make_plan
+from fddp.buckets.bits import from_words, to_words
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
-from fddp.buckets.words import from_words, to_words
 
 WORTH_BYTES = 64 * 1024  # as many take about as long as the messages that rows add
 
 
-def plan_in_rows(
+def plan_with_table_rows(
     tree: Any,
     touched: Mapping[int, int],
     replicas: int,
@@ -47,9 +47,9 @@ def plan_in_rows(
 
     Example:
       >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
-      >>> [bucket.rows for bucket in plan_in_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
+      >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
       [None, Rows(most=64, of=9000)]
-      >>> [bucket.rows for bucket in plan_in_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
+      >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
       [None]
     """
     leaves = make_plan(tree, order=order).leaves
@@ -62,7 +62,7 @@ def plan_in_rows(
     return replace(plan, buckets=tuple(sorted([*plan.buckets, *few], key=lambda one: ready[one.leaves[-1]])))
 
 
-def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
+def take_table_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
     """Takes the rows that are not zero out of a bucket.
 
     Args:
@@ -83,8 +83,8 @@ def take_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " 
     return jnp.concatenate(words), table.at[numbers].set(0, mode="drop").reshape(-1)
 
 
-def add_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """Adds up the rows of all replicas: with one replica the inverse of `take_rows`.
+def add_table_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """Adds up the rows of all replicas: with one replica the inverse of `take_table_rows`.
 
     Rows are added replica by replica, in one order, which gives all replicas the same bits. Rows of 16-bit floats are
     added in 32 bits, and rounded once.

@@ -1,0 +1,15 @@
+"""Ranks that are watched: who died, is stuck or left too early is named, and all ranks end together.
+
+A rank's recorder writes down what it does. The package `watcher` runs in a process beside it, and loads nothing else of
+fddp. Whatever the ranks sent last can be read when the job is over. This room imports comm.
+"""
+
+from fddp.watching.abort import Ending as Ending
+from fddp.watching.abort import end_together as end_together
+from fddp.watching.abort import follows_another as follows_another
+from fddp.watching.flight_records import read_flights as read_flights
+from fddp.watching.flight_records import told as told
+from fddp.watching.watchdog import shared_recorder as shared_recorder
+from fddp.watching.watchdog import watched as watched
+from fddp.watching.watcher.shared_memory import FAILED as FAILED
+from fddp.watching.watcher.shared_memory import LEFT as LEFT

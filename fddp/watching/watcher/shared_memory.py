@@ -1,0 +1,127 @@
+"""The memory that a rank shares with its watcher, field by field.
+
+Of the standard library alone: both sides import this file, and a watcher must not load JAX. The rank writes all records
+but three, `VERDICT`, `PROPOSAL` and `PORT`, which are its watcher's.
+"""
+
+import struct
+from typing import Any, NamedTuple
+
+MESSAGES = 64  # number of last messages that are kept
+LINE = 64  # bytes of the processor's cache; each record begins a line, for two processes write at once
+
+### What a rank does: values of `DOING`, beside the names of tasks and collectives
+
+BETWEEN = "between steps"
+STEP = "step"  # before the first task of a step, when it may compile
+LAUNCHED = "launched"  # when the step is under way in XLA
+FINISHED = "finished"
+FAILED = "failed"
+LEFT = "left the world"  # this process goes on alone
+ENDS = (FINISHED, FAILED, LEFT)  # a rank comes to one of these states, for good
+
+
+class Field(NamedTuple):
+    """A number, a flag, or a text with its most bytes."""
+
+    name: str
+    format: str
+    """Its format, as of `struct`."""
+    meaning: str
+
+
+class Record(NamedTuple):
+    """Fields that are written at once."""
+
+    place: int
+    """Of its first byte in the memory."""
+    layout: struct.Struct
+    fields: tuple[Field, ...]
+
+    @property
+    def end(self) -> int:
+        """The place of the first byte behind it."""
+        return self.place + self.layout.size
+
+    def write(self, memory: Any, *values: Any) -> None:
+        """Writes the values of all fields into memory that another process reads meanwhile.
+
+        Longer texts are cut.
+        """
+        packed = self.layout.pack(*(x.encode(errors="replace") if isinstance(x, str) else x for x in values))
+        memory[self.place : self.end] = packed  # `pack_into` would fill it with zeros first
+
+    def read(self, memory: Any) -> dict[str, Any]:
+        """Reads all fields from memory that another process writes meanwhile: until they are the same twice."""
+        packed = bytes(memory[self.place : self.end])
+        while (again := bytes(memory[self.place : self.end])) != packed:
+            packed = again
+        values = self.layout.unpack(packed)
+        return {field.name: _text(x) if isinstance(x, bytes) else x for field, x in zip(self.fields, values)}
+
+
+def message(number: int) -> Record:
+    """The record of a message; it takes the place of the one that was sent `MESSAGES` messages before."""
+    return FIRST_MESSAGE._replace(place=FIRST_MESSAGE.place + number % MESSAGES * FIRST_MESSAGE.layout.size)
+
+
+def _record(behind: int, *fields: tuple[str, str, str]) -> Record:
+    layout = struct.Struct("<" + "".join(code for _, code, _ in fields))
+    return Record(-(-behind // LINE) * LINE, layout, tuple(Field(*field) for field in fields))
+
+
+def _text(packed: bytes) -> str:
+    return packed.rstrip(b"\0").decode(errors="replace")
+
+
+### The records
+
+LIFE = _record(0, ("life", "Q", "signs of life"))
+HEAD = _record(
+    LIFE.end,
+    ("steps", "Q", "steps begun"),
+    ("calls", "Q", "calls begun that all ranks make together: steps, and collectives of hosts"),
+    ("messages", "Q", "messages begun"),
+    ("added", "Q", "batches added without a message before the last such call"),
+    ("added_before", "Q", "the same before the call before that"),
+    ("moved", "d", "time at which the rank last moved, in seconds of the monotonic clock"),
+    ("together", "?", "whether the rank is in a call of all ranks"),
+    ("before", "q", "steps of the training before this process began"),
+    # The pace of its steps, as in `Usual`.
+    ("typical", "d", "seconds from the begin of one step to the begin of the next"),
+    ("between", "d", "seconds from the end of one step to the begin of the next"),
+    ("inside", "d", "seconds from the begin of a step to its end"),
+    ("computing", "d", "seconds of it in tasks that compute"),
+)
+DOING = _record(HEAD.end, ("doing", "120s", "what the rank does"))
+SENDING = _record(DOING.end, ("sending", "120s", "the message under way; empty: none"))
+PLACE = _record(SENDING.end, ("place", "120s", "where in the script the main thread is"))
+VERDICT = _record(
+    PLACE.end,
+    ("end", "?", "whether this rank is to end"),
+    ("words", "512s", "why, for a person"),
+)
+# The ranks agree at which question they stop, after one of them was told to end soon.
+TOLD = _record(VERDICT.end, ("told", "?", "whether this rank was told to end soon"))
+ANSWER = _record(
+    TOLD.end,
+    ("asks", "q", "how often the rank has asked"),
+    ("between_s", "d", "seconds between its last two questions"),
+    ("agreed", "q", "the question at which it agrees to stop, negative if it is past that one"),
+)
+PROPOSAL = _record(
+    ANSWER.end,
+    ("step", "q", "the question at which all ranks are to stop; 0: none"),
+    ("settled", "?", "whether all have agreed to it"),
+)
+PORT = _record(PROPOSAL.end, ("port", "Q", "where the watcher of rank 0 listens; 0: nowhere yet"))
+FIRST_MESSAGE = _record(
+    PORT.end,
+    ("number", "Q", "its number among the messages of the rank"),
+    ("step", "Q", "the step that it belongs to"),
+    ("begin", "d", "when it left"),
+    ("end", "d", "when its sum was there; 0: not yet"),
+    ("nbytes", "Q", "its bytes"),
+    ("name", "120s", "its name"),
+)
+SIZE = message(MESSAGES - 1).end  # bytes of the memory

@@ -1,0 +1,8 @@
+"""The words in which every room speaks to a person: names of leaves, tables, and refusals of numbers.
+
+Every other room imports this room, which imports none.
+"""
+
+from fddp.wording.texts import check_whole as check_whole
+from fddp.wording.texts import leaf_name as leaf_name
+from fddp.wording.texts import table as table

@@ -1,0 +1,58 @@
+"""Names of leaves, tables, and the refusal of a number that is none."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """The name of a leaf of a tree.
+
+    Args:
+      path: its path, as `jax.tree_util.tree_leaves_with_path` gives it.
+
+    Returns:
+      Its keys with slashes between them; empty where the tree is this leaf alone.
+
+    Example:
+      >>> [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"dense": {"bias": 1.0}})]
+      ['dense/bias']
+    """
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lays cells out in columns.
+
+    Args:
+      rows: cells of each row, equally many.
+
+    Returns:
+      A line for each row.
+
+    Example:
+      >>> table([("bucket", "MiB"), ("0", "25")])
+      ['bucket  MiB', '0       25']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def check_whole(name: str, value: Any, least: int) -> int:
+    """Checks that a value is a whole number.
+
+    Args:
+      name: what the user calls it.
+      value: what was given.
+      least: the smallest number that it may be.
+
+    Returns:
+      The value.
+
+    Raises:
+      ValueError: it is no whole number, or less.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}.")
+    return value

@@ -1,0 +1,299 @@
+"""Claims about what a rank writes down for its watcher: `fddp.watching.recorder`."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fddp
+from fddp.watching.pace import STEPS, Pace, Usual
+from fddp.watching.recorder import Recorder
+from fddp.watching.watcher import shared_memory
+from fddp.watching.watcher.shared_memory import (
+    ANSWER,
+    DOING,
+    HEAD,
+    LIFE,
+    MESSAGES,
+    PROPOSAL,
+    SENDING,
+    SIZE,
+    VERDICT,
+    Record,
+    message,
+)
+
+
+def head(recorder: Recorder) -> dict[str, Any]:
+    return HEAD.read(recorder.memory)
+
+
+def text(recorder: Recorder, record: Record) -> str:
+    (words,) = record.read(recorder.memory).values()
+    return words
+
+
+def test_no_two_records_share_a_byte():
+    records = [value for value in vars(shared_memory).values() if isinstance(value, Record)]
+    records += [message(number) for number in range(1, MESSAGES)]
+    records.sort(key=lambda record: record.place)
+    assert all(one.end <= other.place for one, other in pairwise(records)) and records[-1].end == SIZE
+    names = [field.name for record in records[:-MESSAGES] for field in record.fields]
+    assert len(set(names)) == len(names)  # a report has them all
+
+
+def test_a_watcher_loads_nothing_but_the_standard_library():
+    loads = "import sys; sys.path.insert(0, sys.argv[1]); import watcher.main; print(*sys.modules)"
+    command = [sys.executable, "-I", "-S", "-c", loads, str(Path(shared_memory.__file__).parents[1])]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    tops = {name.partition(".")[0] for name in loaded}
+    assert tops - {"watcher", "__main__"} <= sys.stdlib_module_names and "fddp" not in tops
+
+
+def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
+    recorder = Recorder(bytearray(SIZE), 3)
+    for processes, together in ((3, True), (2, False)):
+        with recorder.step(processes):
+            recorder.say("stage 1")
+            assert (head(recorder)["together"], text(recorder, DOING)) == (together, "stage 1")
+        assert (head(recorder)["together"], text(recorder, DOING)) == (False, "between steps")
+    assert (head(recorder)["steps"], head(recorder)["calls"]) == (2, 1)
+
+
+def test_the_pace_is_what_three_of_four_steps_take_at_least():
+    pace, clock = Pace(), 0.0
+    for number in range(1 + STEPS + 1):
+        clock += 1.0 if number % 2 else 0.25  # between two steps
+        pace.begin(clock)
+        clock += 2.0
+        pace.end(clock, 1.5, hidden=False)
+    assert pace.usual == Usual(typical=2.25, between=0.25, inside=2.0, computing=1.5)
+
+
+def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
+    pace, clock = Pace(), 0.0
+    for number in range(60):
+        clock += 100.0 if number in (0, 25) else 0.5
+        pace.begin(clock)
+        clock += 100.0 if number == 0 else 1.0
+        pace.end(clock, 100.0 if number == 0 else 0.75, hidden=False)
+    assert pace.usual == Usual(typical=1.5, between=0.5, inside=1.0, computing=0.75)
+
+
+def test_what_lies_between_steps_that_python_does_not_wait_for_is_unknown():
+    pace = Pace()
+    for number in range(STEPS):
+        pace.begin(float(number))
+        pace.end(number + 0.125, 0.0, hidden=True)
+    assert pace.usual == Usual(typical=1.0, between=0.0, inside=0.125, computing=0.0)
+
+
+def test_steps_of_some_ranks_tell_nothing_of_the_pace_of_all():
+    recorder = Recorder(bytearray(SIZE), 3)
+    for _ in range(STEPS):
+        with recorder.step(2):
+            pass
+    assert head(recorder)["typical"] == 0.0
+
+
+def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
+    recorder = Recorder(bytearray(SIZE), 2)
+    for added in (2, 0, 1):
+        for _ in range(added):
+            recorder.adds(2)
+        recorder.adds(1)  # of another group
+        with recorder.step(2):
+            pass
+    recorder.adds(2)  # not yet sent
+    assert (head(recorder)["added"], head(recorder)["added_before"]) == (3, 2)
+
+
+@pytest.mark.steps
+def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[int], fddp.Group]):
+    recorder = Recorder(bytearray(SIZE))
+    own = replace(group(2), journal=recorder.journal())
+    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after")
+    state = step.init(jnp.zeros(()))
+    for _ in range(STEPS):
+        state, _ = step(state, jnp.ones(8))
+    told = head(recorder)
+    assert 0 < told["computing"] < told["inside"]
+    assert told["typical"] > 0  # of the steps before: it is not comparable with those of the last ones
+
+
+def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
+    recorder = Recorder(bytearray(SIZE), 2)
+    with recorder.call("all_gather", 2):
+        assert (head(recorder)["together"], text(recorder, DOING)) == (True, "all_gather")
+    assert (head(recorder)["steps"], head(recorder)["calls"]) == (0, 1)
+
+
+def test_an_error_ends_a_step_which_then_does_not_count():
+    recorder = Recorder(bytearray(SIZE))
+    with pytest.raises(ArithmeticError), recorder.step(1):
+        raise ArithmeticError
+    assert not head(recorder)["together"]
+    assert (head(recorder)["steps"], head(recorder)["calls"]) == (0, 0)
+
+
+def test_the_last_messages_are_kept_with_their_times():
+    recorder = Recorder(bytearray(SIZE))
+    for number in range(MESSAGES + 3):
+        with recorder.message(f"bucket {number}", 8 * number):
+            assert text(recorder, SENDING) == f"bucket {number}"
+    assert text(recorder, SENDING) == ""
+    kept = [message(number).read(recorder.memory) for number in range(MESSAGES)]
+    assert sorted(one["number"] for one in kept) == list(range(3, MESSAGES + 3))
+    for one in kept:
+        assert 0 < one["begin"] <= one["end"] and one["nbytes"] == 8 * one["number"]
+        assert one["name"] == f"bucket {one['number']}"
+
+
+def test_messages_of_two_threads_keep_their_own_places():
+    recorder, entered = Recorder(bytearray(SIZE)), threading.Barrier(2)
+
+    def send(name: str) -> None:
+        with recorder.message(name, 1):
+            entered.wait(10)
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = [message(number).read(recorder.memory) for number in range(2)]
+    assert {one["name"] for one in kept} == {"a", "b"}
+    assert all(one["end"] >= one["begin"] > 0 for one in kept)
+
+
+class Later:
+    """An array that is on its way."""
+
+    ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+def test_a_step_that_was_launched_lasts_until_its_result_is_there():
+    recorder, result = Recorder(bytearray(SIZE)), Later()
+    with recorder.step(1):
+        recorder.launched(result)
+    recorder.live()
+    assert head(recorder)["together"] and text(recorder, DOING) == "launched"
+    with recorder.step(1):  # Python is a step ahead
+        assert text(recorder, DOING) == "launched"
+    result.ready = True
+    recorder.live()
+    assert not head(recorder)["together"] and text(recorder, DOING) == "between steps"
+
+
+def test_a_sign_of_life_tells_what_the_watchers_found():
+    recorder = Recorder(bytearray(SIZE))
+    assert not recorder.live().end
+    VERDICT.write(recorder.memory, True, "rank 1 died")
+    assert recorder.live() == (True, "rank 1 died")
+    assert LIFE.read(recorder.memory) == {"life": 2}
+
+
+def test_another_process_never_sees_a_half_written_journal():
+    """It would take a rank that has just begun a step for one that has begun none, and has not moved since the boot."""
+    file = os.memfd_create("journal")
+    os.ftruncate(file, SIZE)
+    memory = mmap(file, SIZE)
+    recorder = Recorder(memory)
+    with recorder.step(1):
+        pass
+    steps = [field.name for field in HEAD.fields].index("steps")
+    read = (
+        f"import mmap, struct; memory = mmap.mmap({file}, {SIZE}); head = struct.Struct({HEAD.layout.format!r})\n"
+        "print('reads', flush=True)\n"
+        f"for _ in range(1_000_000): assert head.unpack_from(memory, {HEAD.place})[{steps}] == 1\n"
+    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", read], pass_fds=[file], **pipes) as reader:
+        assert reader.stdout and reader.stdout.readline() == "reads\n"
+        while reader.poll() is None:
+            recorder.say("stage 1")
+        assert reader.stderr and reader.stderr.read() == ""
+    os.close(file)
+
+
+def test_long_names_are_cut_and_nothing_else_is_written_over():
+    recorder = Recorder(bytearray(SIZE))
+    recorder.say("ü" * 100)
+    assert text(recorder, DOING) == "ü" * 60 and text(recorder, SENDING) == ""
+    assert not any(recorder.memory[DOING.end : SENDING.end])
+
+
+def test_a_process_alone_stops_when_it_is_told_to():
+    recorder = Recorder(bytearray(SIZE))
+    assert not recorder.stops()
+    recorder.ask_to_stop()
+    assert recorder.stops()
+
+
+def test_ranks_stop_at_the_question_that_all_agreed_to():
+    recorder = Recorder(bytearray(SIZE), 2)
+
+    def propose(question: int, settled: bool) -> None:
+        PROPOSAL.write(recorder.memory, question, settled)
+
+    def agreed() -> int:
+        return ANSWER.read(recorder.memory)["agreed"]
+
+    assert not recorder.stops()
+    propose(1, settled=False)  # too late: this is the second question
+    assert not recorder.stops() and agreed() == -1
+    propose(4, settled=False)
+    assert not recorder.stops() and agreed() == 4
+    threading.Timer(0.1, propose, (4, True)).start()
+    assert recorder.stops()  # it has waited for the others
+    assert not recorder.stops()
+
+
+def test_a_training_that_goes_on_counts_from_where_it_was_saved():
+    recorder = Recorder(bytearray(SIZE))
+    recorder.goes_on(300)
+    assert head(recorder)["before"] == 300
+    for _ in range(4):
+        with recorder.step(1):
+            pass
+    recorder.goes_on(2)  # from an older checkpoint, in the same process
+    assert head(recorder)["before"] + head(recorder)["steps"] == 2
+
+
+class OnItsWay:
+    """What a step will have made; over when it is told so."""
+
+    over = False
+
+    def is_ready(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize("end", ["finished", "failed", "left the world"])
+def test_a_script_that_has_ended_stays_so_while_its_last_step_is_under_way(end: str):
+    recorder, result = Recorder(bytearray(SIZE), 2), OnItsWay()
+    with recorder.step(2):
+        recorder.launched(result)
+    recorder.say(end)
+    recorder.live()
+    assert (head(recorder)["together"], text(recorder, DOING)) == (True, end)
+    result.over = True
+    recorder.live()
+    assert (head(recorder)["together"], text(recorder, DOING)) == (False, end)
+    with recorder.call("all_gather", 2):  # by a handler at Python's exit
+        assert text(recorder, DOING) == end
+    recorder.say("finished")
+    assert text(recorder, DOING) == end
