@@ -19,11 +19,13 @@ from fddp.jaxpr.part_kinds import Follows as Follows
 from fddp.jaxpr.part_kinds import Kind as Kind
 from fddp.jaxpr.part_kinds import Same as Same
 from fddp.jaxpr.part_kinds import Whole as Whole
-from fddp.jaxpr.part_kinds import leaves_of as leaves_of
+from fddp.jaxpr.part_passes import Stay as Stay
 from fddp.jaxpr.part_passes import kinds as kinds
-from fddp.jaxpr.part_passes import needed_whole as needed_whole
+from fddp.jaxpr.part_passes import stays as stays
+from fddp.jaxpr.part_program import AtHome as AtHome
 from fddp.jaxpr.part_program import Ranks as Ranks
 from fddp.jaxpr.part_program import on_parts as on_parts
+from fddp.jaxpr.part_program import spread as spread
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut

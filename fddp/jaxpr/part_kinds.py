@@ -1,8 +1,8 @@
-"""The results of an equation on parts of arrays: parts again, a summand of a total, or a value that all ranks have.
+"""The results of an equation on parts of arrays: parts again, a summand of a total, or none, as it needs whole arrays.
 
 Each rank holds a part of each array. An elementwise equation makes parts from parts. A sum over an array is made from
-the ranks' sums. All other equations need the whole array, which every rank can gather. The equations themselves tell;
-no optimizer has to declare what it does.
+the ranks' sums. All other equations need the whole array. The equations themselves tell; no optimizer has to declare
+what it does.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), which takes it for granted that updates are elementwise.
 """
@@ -15,7 +15,15 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.jax_internals import JaxprEqn, Literal, Var, contracted_dims, dims_of_reduction, permutes
+from fddp.jax_internals import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    contracted_dims,
+    dims_of_reduction,
+    permutes,
+)
 
 ELEMENTWISE = {
     *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter", "select_n", "clamp"),
@@ -36,6 +44,9 @@ TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce
 class Same:
     """A value that is equal on all ranks, whatever part of the arrays each holds."""
 
+    uniform: bool = True
+    """Whether all of its elements are equal, so that it can be made in any size."""
+
 
 @dataclass(frozen=True)
 class Follows:
@@ -54,7 +65,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Whole:
-    """A value that all ranks make, each for itself, of whole arrays that they have gathered."""
+    """A value that needs whole arrays; where these are of one leaf, that leaf's owner rank ("home") makes it."""
 
     leaves: frozenset[int]
     """The leaves of these arrays."""
@@ -65,9 +76,14 @@ class Whole:
 Kind: TypeAlias = Same | Follows | Total | Whole
 
 
+def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
+    """Finds the kind of each constant of a program."""
+    return {var: Same(_uniform(value)) for var, value in zip(closed.jaxpr.constvars, closed.consts)}
+
+
 def kind_of(found: Mapping[Var, Kind], atom: Any) -> Kind:
     """Finds the kind of a variable or a literal."""
-    return Same() if isinstance(atom, Literal) else found[atom]
+    return Same(np.size(atom.val) == 1) if isinstance(atom, Literal) else found[atom]
 
 
 def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
@@ -83,16 +99,20 @@ def made(eqn: JaxprEqn, given: Sequence[Kind]) -> list[Kind]:
     total = _total(eqn, given)
     if total:
         return [total]
-    given = [joined(kind) for kind in given]
+    given = [whole(kind) for kind in given]
     return [_one(eqn, given, var) for var in eqn.outvars]
 
 
 def either(kinds: Sequence[Kind]) -> Kind:
     """Joins the kinds that one result has in several branches."""
     leaves = leaves_of(kinds)
-    if len(leaves) > 1:
-        return Whole(leaves, _why(kinds, "a branch"))
-    return Follows(*leaves) if leaves else Same()
+    mixed = next((kind for kind in kinds if isinstance(kind, Whole)), None)
+    if mixed:
+        return Whole(leaves, mixed.why)
+    uniform = all(kind.uniform for kind in kinds if isinstance(kind, Same))
+    if len(leaves) == 1 and uniform:
+        return Follows(*leaves)
+    return Whole(leaves, "a branch") if leaves else Same(uniform)
 
 
 def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
@@ -110,25 +130,7 @@ def awaits(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
     return [place for place, kind in enumerate(given) if isinstance(kind, Total)]
 
 
-def needs_whole(eqn: JaxprEqn, given: Sequence[Kind]) -> list[int]:
-    """Finds the arrays that each rank must have whole to apply an equation that cannot be applied to parts alone.
-
-    Args:
-      eqn: the equation.
-      given: the kind of each of its arguments, none of them a `Total`.
-
-    Returns:
-      The places of these arrays among the arguments: all that lie in parts, but where others are only broadcast to
-      their shape.
-    """
-    parts = [place for place, kind in enumerate(given) if isinstance(kind, Follows)]
-    if eqn.primitive.name in ELEMENTWISE and len(leaves_of(given)) == 1:
-        broadcast = [place for place in parts if _shape(eqn.invars[place]) != _shape(eqn.outvars[0])]
-        return broadcast if len(broadcast) < len(parts) else parts
-    return parts
-
-
-def joined(kind: Kind) -> Kind:
+def whole(kind: Kind) -> Kind:
     """The kind of a value after the ranks have joined it."""
     return Same() if isinstance(kind, Total) else kind
 
@@ -142,12 +144,15 @@ def leaves_of(given: Sequence[Kind]) -> frozenset[int]:
 def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
     name = eqn.primitive.name
     leaves = leaves_of(given)
+    mixed = next((kind for kind in given if isinstance(kind, Whole)), None)
+    if mixed:
+        return Whole(leaves, mixed.why)
+    uniform = all(kind.uniform for kind in given if isinstance(kind, Same))
     if not leaves:
-        return Same()
-    if len(leaves) > 1:
-        return Whole(leaves, _why(given, f"{name} of several leaves"))
-    if not any(isinstance(kind, Follows) for kind in given):
-        return Whole(leaves, _why(given, name))
+        spreads = name in ELEMENTWISE | RESHAPES | {"broadcast_in_dim"} | set(TOTALS)
+        return Same(prod(_shape(result)) == 1 or (uniform and spreads))
+    if len(leaves) > 1 or not uniform:
+        return Whole(leaves, f"{name} of several leaves" if len(leaves) > 1 else name)
     first = _shape(eqn.invars[0])
     out = _shape(result)
     # An operand of another shape is broadcast; from a part of it alone that cannot be done.
@@ -159,13 +164,7 @@ def _one(eqn: JaxprEqn, given: Sequence[Kind], result: Var) -> Kind:
         return Total(TOTALS[name])
     if name == "dot_general" and all(len(_shape(x)) == 1 for x in eqn.invars) and contracted_dims(eqn) == (0,):
         return Total("sum")
-    return Whole(leaves, _why(given, name))
-
-
-def _why(given: Sequence[Kind], why: str) -> str:
-    """The equation that first mixed as many leaves as these kinds are made of; else this one."""
-    leaves = leaves_of(given)
-    return next((kind.why for kind in given if isinstance(kind, Whole) and kind.leaves == leaves), why)
+    return Whole(leaves, name)
 
 
 def _is_total(eqn: JaxprEqn) -> bool:
@@ -207,3 +206,8 @@ def _dtype(atom: Any) -> Any:
 
 def _zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and bool(np.all(atom.val == 0))
+
+
+def _uniform(value: Any) -> bool:
+    """Whether all elements of a constant are known to be equal."""
+    return np.size(value) <= 1 or (isinstance(value, np.ndarray) and bool(np.all(value == value.flat[0])))

@@ -1,8 +1,8 @@
 """Divides an optimizer's update over ranks that hold parts of the leaves and share its state (ZeRO).
 
 The update's program tells how. Elementwise equations run on parts of any size. A norm takes one sum over the ranks. A
-leaf whose elements are mixed, as Muon does, is gathered for that. An update that mixes several leaves is not divided:
-each rank would gather all of them.
+leaf whose elements are mixed, as Muon does, is gathered for that on one rank, its home. An update that mixes several
+leaves cannot be divided.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), which trusts the user that the optimizer is elementwise.
 """
@@ -13,17 +13,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fddp.jaxpr import Follows, Kind, Same, Whole, kinds, leaves_of, needed_whole
+from fddp.jax_internals import ClosedJaxpr
+from fddp.jaxpr import Follows, Kind, Same, Whole, kinds, stays
 from fddp.optim.layout import map_state, masked
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 class Divided(NamedTuple):
-    """The leaves that an optimizer's update needs whole."""
+    """An optimizer's update, and the leaves that it needs whole."""
 
-    gathered: dict[int, str]
-    """Leaves that are gathered for a part of it → the first equation that needs them whole."""
+    program: ClosedJaxpr
+    """(gradients, state, parameters, loss) → (updates, state), of whole arrays, flattened."""
+    inputs: tuple[Kind, ...]
+    """The kind of each of its arguments; leaves are numbered as those of the parameters."""
+    home: dict[int, str]
+    """Leaves that are gathered at their home for a part of it → the first equation that needs them whole."""
     refused: dict[int, str]
     """Leaves whose update cannot be divided → the reason."""
 
@@ -37,14 +42,14 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
       loss: shape and dtype of the mean loss, for optimizers that ask for it.
 
     Returns:
-      The leaves that the update needs whole, one or several at a time.
+      The update's program, and the leaves that it needs whole, one or several at a time.
 
     Example:
       >>> import jax, optax
       >>> params = {"b": jax.ShapeDtypeStruct((3,), "float32"), "w": jax.ShapeDtypeStruct((3, 4), "float32")}
-      >>> divided(optax.adamw(0.1), params).gathered
+      >>> divided(optax.adamw(0.1), params).home
       {}
-      >>> divided(optax.contrib.muon(0.1), params).gathered
+      >>> divided(optax.contrib.muon(0.1), params).home
       {1: 'scan'}
       >>> divided(optax.flatten(optax.adam(0.1)), params).refused
       {0: 'concatenate of several leaves', 1: 'concatenate of several leaves'}
@@ -56,14 +61,16 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
 
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     opt_state = jax.eval_shape(optimizer.init, forms)
-    of_params = list(map(Follows, range(len(jax.tree.leaves(forms)))))
-    of_state = jax.tree.leaves(kinds_of_state(opt_state, forms), is_leaf=_is_kind)
-    inputs = [*of_params, *of_state, *of_params, Same()]
+    of_params = jax.tree.unflatten(jax.tree.structure(forms), map(Follows, range(len(jax.tree.leaves(forms)))))
+    of_state = kinds_of_state(opt_state, forms, of_params)
+    inputs = (*_kinds(of_params), *_kinds(of_state), *_kinds(of_params), Same())
     program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
     # Updates are like parameters, and a state that an update makes is like the one that it is given.
-    made = zip(kinds(program, inputs), [*of_params, *of_state])
-    refused = {leaf: why for leaves, why in map(_refusal, *zip(*made)) for leaf in sorted(leaves)}
-    return Divided(dict(sorted(needed_whole(program, inputs).items())), refused)
+    made = map(_alike, kinds(program, inputs), (*_kinds(of_params), *_kinds(of_state)))
+    mixed = [kind for kind in made if isinstance(kind, Whole)]
+    refused = {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)}
+    home = {leaf: stay.why for leaf, stay in sorted(stays(program, inputs).items())}
+    return Divided(program, inputs, home, refused)
 
 
 def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
@@ -89,20 +96,20 @@ def kinds_of_state(opt_state: Any, params: Any, of_params: Any = None) -> Any:
     def of_part(part: Any) -> Any:
         return jax.tree.map(of, part, params, of_params, is_leaf=masked)
 
-    return map_state(of_part, lambda x: Same(), params, opt_state)
+    return map_state(of_part, lambda x: Same(x.size == 1), params, opt_state)
 
 
-def _refusal(made: Kind, given: Kind) -> tuple[frozenset[int], str]:
-    """The leaves of a result that does not lie as the step before gave it, and the reason; none where it does."""
-    leaves = leaves_of([made])
-    if isinstance(made, Whole) and len(leaves) > 1:
-        return leaves, made.why
-    if leaves and isinstance(given, Same):
-        return leaves, "a state that is in parts only afterwards"
-    if leaves and isinstance(given, Follows) and leaves != {given.leaf}:
-        return leaves | {given.leaf}, "a state of one leaf that goes to another"
-    return frozenset(), ""
+def _alike(made: Kind, given: Kind) -> Kind:
+    """Refuses (makes `Whole`) a kind that differs from that of the step before; parts may become equal numbers."""
+    match made, given:
+        case Follows(leaf), Same():
+            return Whole(frozenset({leaf}), "a state that is in parts only afterwards")
+        case Follows(one), Follows(other) if one != other:
+            return Whole(frozenset({one, other}), "a state of one leaf that goes to another")
+        case Same(uniform=False), Follows(leaf):
+            return Whole(frozenset({leaf}), "elements that are set one by one")
+    return made
 
 
-def _is_kind(x: Any) -> bool:
-    return isinstance(x, Kind)
+def _kinds(tree: Any) -> list[Kind]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Kind)) if isinstance(x, Kind)]

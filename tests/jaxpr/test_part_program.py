@@ -1,7 +1,6 @@
 """Claims about programs on parts of arrays: `part_kinds`, `part_passes` and `part_program` of `fddp.jaxpr`."""
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import jax
@@ -9,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
 from fddp.jaxpr.part_kinds import Follows, Same, Total, Whole
-from fddp.jaxpr.part_passes import kinds, needed_whole, passes
-from fddp.jaxpr.part_program import Ranks, on_parts
+from fddp.jaxpr.part_passes import kinds, passes, stays
+from fddp.jaxpr.part_program import AtHome, Ranks, on_parts
+from fddp.sharding.homes import at_home
 
 A, B = Follows(0), Follows(1)
 X, Y = np.linspace(-1, 2, 21).reshape(7, 3), np.linspace(2, 3, 10).reshape(2, 5)
@@ -63,8 +64,8 @@ SHARED = [clipped, trusted, counted, branched, moments, halves, called]
 def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: Callable[..., Any]):
     with jax.enable_x64(True):
         whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _, gathered = divided(f)
-        assert gathered == []
+        parts, _, exchanges = divided(f)
+        assert exchanges == 0
         for want, got in zip(whole, parts):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-14)
 
@@ -81,46 +82,33 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Cal
         (lambda a: a @ jnp.ones((3, 3)), "dot_general"),
         (lambda a: a.T, "transpose"),
         (lambda a: a - a.mean(axis=0), "reduce_sum"),
+        (lambda a: a + jnp.arange(21.0).reshape(7, 3), "add"),
         (lambda a: jnp.sort(a, axis=0), "sort"),
         (lambda a: a[::-1], "rev"),
         (lambda a: a.ravel(order="F") * a.ravel(), ""),
         (lambda a: a[:, :1] * a[:, 1:], ""),
         (lambda a: jnp.sum(jnp.outer(a.ravel(), a.ravel())), ""),
+        (lambda a: jnp.vdot(a.ravel(), jnp.arange(21.0)), "dot_general"),
         (lambda a: jnp.bitwise_and.reduce(a.astype(int).ravel()), "reduce_and"),
         (lambda a: jax.lax.fori_loop(0, 3, lambda k, a: a / 2, a), "scan"),
+        (lambda a: a + jax.random.normal(jax.random.key(0), a.shape), "add"),
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a, lambda: -a), "slice"),
     ],
 )
-def test_what_mixes_the_elements_of_a_leaf_is_gathered_and_the_first_equation_told(f: Callable[..., Any], why: str):
+def test_what_mixes_the_elements_of_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
+    f: Callable[..., Any], why: str
+):
     with jax.enable_x64(True):
         a = jnp.asarray(X)
-        found = needed_whole(jax.make_jaxpr(f)(a), [A])
-        assert list(found) == [0] and why in found[0]
-        (got,), _, gathered = divided(lambda a, b: (f(a),))
+        stay = stays(jax.make_jaxpr(f)(a), [A])
+        assert list(stay) == [0] and why in stay[0].why
+        (got,), _, exchanges = divided(lambda a, b: (f(a),))
         np.testing.assert_allclose(joined(got, f(a)), f(a), rtol=1e-14)
-        assert set(gathered) == {21}
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda a: a + jnp.arange(21.0).reshape(7, 3),
-        lambda a: a + jax.random.normal(jax.random.key(0), a.shape),
-        lambda a: jax.lax.div(a, jnp.full((1, 1), 3.0)) * jnp.arange(1.0, 4.0),
-        lambda a: jnp.where(jnp.arange(21).reshape(7, 3) % 2 == 0, a, 0),
-        lambda a: jnp.vdot(a.ravel(), jnp.arange(21.0)),
-        lambda a: jax.lax.cond(jnp.sum(a) > 0, lambda: a, lambda: jnp.arange(21.0).reshape(7, 3)),
-    ],
-)
-def test_of_an_array_that_is_equal_on_all_ranks_each_takes_its_part(f: Callable[..., Any]):
-    with jax.enable_x64(True):
-        (got,), _, gathered = divided(lambda a, b: (f(a),))
-        np.testing.assert_allclose(joined(got, f(jnp.asarray(X))), f(jnp.asarray(X)), rtol=1e-14)
-        assert gathered == []
+        assert exchanges == 1
 
 
 def orthogonal(a: Any, b: Any) -> Any:
-    """As Muon: what only works on whole arrays goes on with them; what meets parts goes on in parts."""
+    """As Muon: what only works on whole arrays stays where they are; what meets parts goes on in parts."""
     x = a.T / jnp.linalg.norm(a.T)
     for _ in range(3):
         x = 1.5 * x - 0.5 * x @ x.T @ x
@@ -128,7 +116,7 @@ def orthogonal(a: Any, b: Any) -> Any:
 
 
 def summed_between(a: Any, b: Any) -> Any:
-    """A norm of what was made of two whole leaves, for what is made of them next."""
+    """A norm of what was made at two homes, for what is made there next."""
     a, b = a @ jnp.full((3, 3), 0.1), b[::-1]
     norm = jnp.sqrt(sum(jnp.sum(x**2) for x in (a, b)))
     return jnp.cumsum(a / norm, axis=0), b / norm
@@ -136,8 +124,7 @@ def summed_between(a: Any, b: Any) -> Any:
 
 def of_rows_and_columns(a: Any, b: Any) -> Any:
     """As Adafactor: arrays of a leaf that are smaller than it."""
-    square = a**2
-    rows, columns = jnp.mean(square, axis=0), jnp.mean(square, axis=1)
+    rows, columns = jnp.mean(a**2, axis=0), jnp.mean(a**2, axis=1)
     return a / jnp.sqrt(rows / jnp.mean(rows)) / jnp.sqrt(columns)[:, None], rows + b[0, 0] * 0
 
 
@@ -145,61 +132,41 @@ def in_a_branch(a: Any, b: Any) -> Any:
     return jax.lax.cond(jnp.sum(a) > 0, orthogonal, lambda a, b: (a, jnp.sort(b)), a, b)
 
 
-@pytest.mark.parametrize(
-    ("f", "sizes"),
-    [
-        (orthogonal, [21]),
-        (summed_between, [21, 10]),
-        # Of a branch that is not taken, too: no rank knows before which one it is.
-        (in_a_branch, [10, 21]),
-        (of_rows_and_columns, [21, 10]),
-    ],
-)
-def test_an_array_is_gathered_once_however_many_equations_need_it_whole(f: Callable[..., Any], sizes: list[int]):
+@pytest.mark.parametrize(("f", "exchanges"), [(orthogonal, 1), (summed_between, 2), (in_a_branch, 2)])
+def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(f: Callable[..., Any], exchanges: int):
     with jax.enable_x64(True):
         whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _, gathered = divided(f)
+        parts, _, found = divided(f)
         for want, got in zip(whole, parts):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-13)
-        assert gathered == sizes
-
-
-def test_a_number_that_all_ranks_make_of_whole_arrays_is_not_summed_once_more():
-    assert divided(summed_between)[1] == 0
+        assert found == exchanges
 
 
 def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
-    """The momentum is gathered; the weights, which decay, need not be."""
+    """The momentum goes home; the weights, which decay, need not."""
 
     def decayed(momentum: Any, w: Any) -> Any:
         direction, _ = orthogonal(0.9 * momentum, 0)
         return w - 0.1 * (direction + 0.01 * w)
 
     program = straighten(jax.make_jaxpr(decayed)(X, X), CALLS)
-    done, _ = passes(program, [A, A])
-    assert sum(len(one.gathers) for one in done) == 1
-    assert [one.makes for one in done[-1].steps][-1] == [A]
+    (visit,) = [visit for one in passes(program, [A, A])[0] for visit in one.visits]
+    assert len(visit.takes) == len(visit.brings) == 1
 
 
-def test_of_arrays_of_which_one_is_broadcast_to_the_other_only_that_one_is_gathered():
-    program = straighten(jax.make_jaxpr(lambda a, row: jax.lax.mul(a, row))(X, X[:1]), CALLS)
-    done, found = passes(program, [A, A])
-    assert [list(one.gathers) for one in done] == [program.jaxpr.invars[1:], []]
-    assert [found[var] for var in program.jaxpr.outvars] == [A]
+def test_work_at_home_is_counted_by_leaf():
+    found = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
+    # Three times two products of 3 × 3 and 7; and less for what goes element by element there.
+    products = 3 * 2 * 2 * 3 * 3 * 7
+    assert set(found) == {0} and products < found[0].operations < 2 * products
 
 
-def test_what_mixes_two_leaves_is_told_and_made_of_both_gathered():
-    def f(a: Any, b: Any) -> Any:
-        return jnp.tanh(a.reshape(3, 7)[:2, :5] * b), jnp.concatenate([a.ravel(), b.ravel()])
-
-    closed = jax.make_jaxpr(f)(X, Y)
-    both = frozenset({0, 1})
-    assert kinds(closed, [A, B]) == [Whole(both, "mul of several leaves"), Whole(both, "concatenate of several leaves")]
-    with jax.enable_x64(True):
-        parts, _, gathered = divided(f)
-        for want, got in zip(f(jnp.asarray(X), jnp.asarray(Y)), parts):
-            np.testing.assert_allclose(joined(got, want), want, rtol=1e-14)
-        assert set(gathered) == {21, 10}
+def test_two_leaves_in_one_equation_are_refused():
+    closed = jax.make_jaxpr(lambda a, b: jnp.tanh(a * b))(1.0 * X, 1.0 * X)
+    assert kinds(closed, [A, B]) == [Whole(frozenset({0, 1}), "mul of several leaves")]
+    nobody: Any = None
+    with pytest.raises(ValueError, match="mul of several leaves needs whole arrays"):
+        on_parts(closed, [A, B], Ranks(nobody, nobody, nobody))(jnp.zeros(6), jnp.zeros(6))
 
 
 def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
@@ -207,45 +174,39 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
         return count + 1, jnp.full((7, 3), 2.0) * count, jnp.arange(3), jnp.sum(a), 0.5 * jnp.sum(a), jnp.sum(a) + 1
 
     found = kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
-    assert found == [Same(), Same(), Same(), Total("sum"), Total("sum"), Same()]
-    assert Same() != Follows(0) and Follows(0) != Follows(1)
+    assert found == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
+    assert Same(False) != Follows(0) and Same() != Follows(1)
 
 
-def divided(f: Callable[..., Any]) -> tuple[list[Any], int, list[int]]:
-    """What each rank makes of its parts, how often ranks put numbers together, and the sizes of what they gather."""
-    arrays = [jnp.asarray(X), jnp.asarray(Y)]
-    closed, forms = jax.make_jaxpr(f, return_shape=True)(*arrays)
-    calls, sizes = [0], list[int]()
+def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
+    """What each rank makes of its parts, how often the ranks put numbers together, and how often leaves went home."""
+    arrays, comm = [jnp.asarray(X), jnp.asarray(Y)], axis_communicator("ranks", RANKS, "cpu")
+    closed, calls = jax.make_jaxpr(f)(*arrays), [0, 0]
 
     def part(size: int) -> int:
         return -(-size // RANKS)
-
-    def rows(x: Any, padding: float = 7.0) -> Any:
-        return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=padding).reshape(RANKS, -1)
 
     def put_together(op: str, numbers: Sequence[Any]) -> Sequence[Any]:
         calls[0] += 1
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def gather(x: Any, shape: tuple[int, ...]) -> Any:
-        sizes.append(prod(shape))
-        return jax.lax.all_gather(x, "ranks").ravel()[: prod(shape)].reshape(shape)
+    def visit(visits: Sequence[AtHome]) -> Sequence[Sequence[Any]]:
+        calls[1] += 1
+        return at_home(comm, {0: 2, 1: 1}, visits)
 
     def there(size: int) -> Any:
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    def own(x: Any) -> Any:
-        return rows(x)[jax.lax.axis_index("ranks")]
-
-    outputs = [A if x.ndim else Same() for x in jax.tree.leaves(forms)]
-    run = on_parts(closed, [A, B], outputs, Ranks(there, own, put_together, gather))
-    return jax.vmap(run, axis_name="ranks")(*map(rows, arrays)), calls[0], sizes
+    run = on_parts(closed, [A, B], Ranks(there, put_together, visit))
+    padded = [jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays]
+    made = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
+    return made, calls[0], calls[1]
 
 
 def joined(parts: Any, like: Any) -> Any:
     """The array of which these are the parts; of what is equal everywhere any."""
-    if like.ndim == 0:
+    if parts.shape[1:] == like.shape or like.ndim == 0:
         np.testing.assert_array_equal(parts, jnp.broadcast_to(parts[0], parts.shape))
-        return parts[0]
+        return parts[0].reshape(like.shape)
     return parts.ravel()[: like.size].reshape(like.shape)

@@ -61,7 +61,7 @@ def shards_of_a_subgroup_are_put_together_by_its_ranks(group: fddp.Group):
 
 
 @claim(quick=("mpi",))
-def a_matrix_that_an_update_needs_whole_is_gathered(group: fddp.Group):
+def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
     def loss(p: Any, x: Any) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ p["v"]) @ p["w"] - p["b"]) ** 2)
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import numpy as np
 import optax
 import pytest
 
-from fddp.jaxpr import Follows, Kind, Ranks, Same, on_parts
-from fddp.optim import check_needs, divided, kinds_of_state
+from fddp.comm.communicator import axis_communicator
+from fddp.jaxpr import Follows, Ranks, on_parts
+from fddp.optim import check_needs
+from fddp.optim.parts import divided
+from fddp.sharding.homes import at_home
 
 RANKS, STEPS = 4, 7
 Make = Callable[[], optax.GradientTransformation]
@@ -33,7 +36,6 @@ CUT: dict[str, Make] = {
     "lars": lambda: optax.lars(0.1),
     "lion": lambda: optax.lion(0.1),
     "nadamw": lambda: optax.nadamw(0.1),
-    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=0),
     "novograd": lambda: optax.novograd(0.1),
     "optimistic gradient descent": lambda: optax.optimistic_gradient_descent(0.1),
     "polyak_sgd": lambda: optax.polyak_sgd(),
@@ -52,7 +54,7 @@ CUT: dict[str, Make] = {
     "contrib.prodigy": lambda: optax.contrib.prodigy(),
     "contrib.schedule_free_adamw": lambda: optax.contrib.schedule_free_adamw(0.1),
 }
-GATHERED: dict[str, tuple[Make, dict[str, str]]] = {
+AT_HOME: dict[str, tuple[Make, dict[str, str]]] = {
     "adafactor": (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), {"w": "reduce_sum"}),
     "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), {"w": "reduce_sum"}),
     "centralize": (lambda: optax.chain(optax.centralize(), optax.sgd(0.1)), {"w": "reduce_sum"}),
@@ -66,6 +68,7 @@ GATHERED: dict[str, tuple[Make, dict[str, str]]] = {
     ),
     "contrib.muon": (lambda: optax.contrib.muon(0.1, weight_decay=0.1), {"w": "scan"}),
     "MultiSteps": (lambda: optax.MultiSteps(optax.contrib.muon(0.1), 2).gradient_transformation(), {"w": "scan"}),
+    "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), {"b": "add", "w": "add"}),
 }
 REFUSED: dict[str, tuple[Make, dict[str, str]]] = {
     "flatten": (lambda: optax.flatten(optax.adam(0.1)), {"b": "of several leaves", "w": "of several leaves"}),
@@ -81,15 +84,15 @@ def problem() -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "gathered"), [*((make, {}) for make in CUT.values()), *GATHERED.values()], ids=[*CUT, *GATHERED]
+    ("make", "home"), [*((make, {}) for make in CUT.values()), *AT_HOME.values()], ids=[*CUT, *AT_HOME]
 )
-def test_an_update_of_parts_is_the_part_of_the_update(make: Make, gathered: dict[str, str]):
+def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str, str]):
     with jax.enable_x64(True):
         params, grads = jax.tree.map(jnp.asarray, problem())
         optimizer = make()
         found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
         assert found.refused == {}
-        assert {sorted(params)[leaf]: why for leaf, why in found.gathered.items()} == gathered
+        assert {sorted(params)[leaf]: why for leaf, why in found.home.items()} == home
         want, got = plain(optimizer, params, grads), on_ranks(optimizer, params, grads)
         for name in params:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-14)
@@ -104,19 +107,10 @@ def test_what_mixes_several_leaves_is_refused(make: Make, refused: dict[str, str
     assert all(refused[name] in why for name, why in found.items())
 
 
-def test_a_state_of_no_leaf_that_is_an_array_is_cut_as_the_leaf_is():
-    """A rate for each element: a part of the leaf needs a part of the rates."""
-    with jax.enable_x64(True):
-        make = optax.inject_hyperparams(optax.sgd)
-        optimizer = make(learning_rate=jnp.linspace(0.1, 1, 7))
-        params = {"b": jnp.linspace(-1, 1, 7), "c": jnp.ones(7)}
-        grads = [jax.tree.map(lambda x, k=k: jnp.cos(k * x), params) for k in range(STEPS)]
-        assert divided(optimizer, params) == ({}, {})
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-14),
-            on_ranks(optimizer, params, grads),
-            plain(optimizer, params, grads),
-        )
+def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
+    """A rate for each element: a part of the leaf would need a part of the rates."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=jnp.linspace(0.1, 1, 7))
+    assert set(divided(optimizer, {"b": jnp.ones(7), "c": jnp.ones(7)}).home) == {0, 1}
 
 
 def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
@@ -128,7 +122,7 @@ def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
     mutant = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
     params, _ = problem()
     # Of a vector that is one sum; of a matrix it is not.
-    assert list(divided(mutant, params).gathered) == [1]
+    assert list(divided(mutant, params).home) == [1]
 
 
 def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
@@ -141,45 +135,38 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
     """The same on ranks that hold a part of each leaf and of the state."""
-    forms, treedef = jax.tree.flatten(params)
-    count = len(forms)
-    opt_state, update = optimizer.init(params), optax.with_extra_args_support(optimizer).update
-    state = jax.tree.leaves(opt_state)
-    of_params = [Follows(leaf) for leaf in range(count)]
-    of_state = jax.tree.leaves(kinds_of_state(opt_state, params), is_leaf=lambda x: isinstance(x, Kind))
-    program = jax.make_jaxpr(lambda grads, *given, value: update(grads, *given, value=value, grad=grads))(
-        params, opt_state, params, value=jnp.asarray(1.0)
-    )
+    found, forms = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)), jax.tree.leaves(params)
+    count, comm = len(forms), axis_communicator("ranks", RANKS, "cpu")
+    state, kinds = jax.tree.leaves(optimizer.init(params)), found.inputs[count:-1]
 
     def part(size: int) -> int:
         return -(-size // RANKS)
-
-    def rows(x: Any) -> Any:
-        return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
-
-    def own(x: Any) -> Any:
-        return rows(x)[jax.lax.axis_index("ranks")]
 
     def put_together(op: str, numbers: Sequence[Any]) -> Sequence[Any]:
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def gather(x: Any, shape: tuple[int, ...]) -> Any:
-        return jax.lax.all_gather(x, "ranks").ravel()[: prod(shape)].reshape(shape)
-
     def there(size: int) -> Any:
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    inputs = [*of_params, *of_state, *of_params, Same()]
-    outputs = [*of_params, *of_state]
-    run = jax.vmap(on_parts(program, inputs, outputs, Ranks(there, own, put_together, gather)), axis_name="ranks")
-    given = zip([*state, *forms], inputs[count:])
-    held = [rows(x) if isinstance(kind, Follows) else jnp.broadcast_to(x, (RANKS, *jnp.shape(x))) for x, kind in given]
+    def parts(x: Any, kind: Any) -> Any:
+        if not isinstance(kind, Follows):
+            return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
+        return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
+
+    ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}))
+    run = jax.vmap(on_parts(found.program, found.inputs, ranks), axis_name="ranks")
+    held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
-        made = run(*map(rows, jax.tree.leaves(grad)), *held, jnp.full(RANKS, k + 1.0))
+        mine = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), found.inputs)]
+        made = run(*mine, *held, jnp.full(RANKS, k + 1.0))
+        made = [
+            jnp.broadcast_to(jnp.ravel(x)[0], old.shape) if x.shape != old.shape else x
+            for x, old in zip(made, [*held[len(state) :], *held[: len(state)]])
+        ]
         held = [*made[count:], *(p + u for p, u in zip(held[len(state) :], made))]
     whole = [x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)]
-    return treedef.unflatten(whole)
+    return jax.tree.unflatten(jax.tree.structure(params), whole)
 
 
 ### What the documentation says
@@ -211,8 +198,8 @@ def answer(make: Callable[..., Any]) -> str:
     except TypeError:
         return "no step takes it"
     found = divided(optimizer, FORMS)
-    leaves = ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.gathered).items())
-    return f"no: {leaves}" if found.refused else f"yes, gathered: {leaves}" if leaves else "yes"
+    leaves = ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items())
+    return f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")

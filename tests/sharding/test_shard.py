@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lamb": lambda: optax.lamb(0.05),
     "prodigy": lambda: optax.contrib.prodigy(),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
-    # Leaves that are gathered.
+    # Leaves that go home.
     "muon, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.contrib.muon(0.05, weight_decay=0.1)),
     "muon, skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.05), 3),
     "adafactor": lambda: optax.adafactor(0.05, min_dim_size_to_factor=2),
