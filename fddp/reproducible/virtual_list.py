@@ -19,7 +19,8 @@ from fddp.comm import Placement, merges, of_one_replica, trace
 from fddp.jaxpr import arrivals, ready_order
 from fddp.losses import added
 from fddp.schedules import Pieces
-from fddp.schedules.lists import forms_of, names_of, stages_of
+from fddp.schedules.lists import forms_of, names_of
+from fddp.schedules.stage_tasks import stages_of
 from fddp.schedules.tasks import (
     BYTES,
     MESSAGE,
