@@ -104,6 +104,11 @@ def test_a_module_is_one_documented_idea_of_at_most_300_lines(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
+def test_no_two_rooms_have_a_module_of_one_name():
+    stems = [path.stem for path in MODULES if path.stem != "__init__"]
+    assert sorted(stem for stem in set(stems) if stems.count(stem) > 1) == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=names)
 def test_no_check_disappears_under_python_O(path):
     asserts = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
@@ -194,6 +199,15 @@ def test_the_readme_shows_all_of_itself_where_no_other_file_is():
         r"\]\(([^)]*)\)|(?:src|href)=[\"']?([^\"'>\s]*)", re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
     )
     assert [target for pair in targets for target in pair if target and not target.startswith(("https://", "#"))] == []
+
+
+### The tests
+
+
+def test_the_name_of_a_test_is_a_claim_of_at_most_80_characters():
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
+    functions = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert [name for name in functions if name.startswith("test_") and len(name) > 80] == []
 
 
 ### The repository

@@ -95,9 +95,7 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Cal
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a, lambda: -a), "slice"),
     ],
 )
-def test_what_mixes_the_elements_of_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
-    f: Callable[..., Any], why: str
-):
+def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(f: Callable[..., Any], why: str):
     with jax.enable_x64(True):
         a = jnp.asarray(X)
         stay = stays(jax.make_jaxpr(f)(a), [A])

@@ -73,11 +73,11 @@ def order(listed: TaskList) -> list[int]:
         (13, [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 10, 6, 2]),
     ],
 )
-def test_one_message_of_four_is_put_off_never_the_first_nor_the_last_two_and_leaves_by_first_use(n, expected):
+def test_one_message_of_four_is_put_off_and_leaves_by_first_use(n, expected):
     assert order(trailed(layers(n), uses(n))) == expected
 
 
-def test_updates_come_in_the_order_of_their_sums_and_the_last_message_tells_the_bytes():
+def test_updates_come_in_the_order_of_sums_and_the_last_message_tells_the_bytes():
     listed = trailed(layers(8), uses(8))
     updates = [task.name for task in listed.tasks if task.kind == "update"]
     assert updates == [f"update {k}" for k in order(listed)]
@@ -94,11 +94,11 @@ def test_a_message_that_others_ask_and_those_that_ask_stay_where_they_are():
     assert order(trailed(layers(8, asks=0), uses(8))) == list(range(8))
 
 
-def test_the_order_is_that_of_the_uses_which_are_told_and_not_of_this_rank_s_own_program():
+def test_the_order_is_that_of_the_uses_that_all_ranks_share():
     assert order(trailed(layers(8), uses(8) | {"bucket 1": 0})) == [0, 2, 3, 4, 6, 7, 1, 5]
 
 
-def test_what_all_else_waits_for_is_not_put_off_and_nor_are_gradients_that_are_returned():
+def test_neither_the_carrier_nor_gradients_that_are_returned_are_put_off():
     told = {name: use for name, use in uses(4).items() if name != "bucket 1"}  # it carries the loss
     assert order(trailed(layers(4), told)) == [0, 1, 2, 3]
     listed = layers(8)

@@ -55,7 +55,7 @@ def seconds(n: int, forward: float, backward: float, traffic: float) -> dict[str
 ### On paper
 
 
-def test_a_gather_is_packed_of_the_new_shards_as_soon_as_these_are_there_and_before_later_updates():
+def test_a_gather_is_packed_as_soon_as_its_new_shards_are_there():
     names = [task.name for task in layers(4).closing if isinstance(task, Compute)]
     assert names == [f"{word} {k}" for k in (3, 2, 1, 0) for word in ("update", "pack")]
     closing = {task.name: task for task in layers(4).closing}
@@ -63,7 +63,7 @@ def test_a_gather_is_packed_of_the_new_shards_as_soon_as_these_are_there_and_bef
 
 
 @pytest.mark.parametrize(("n", "first"), [(8, (7, 5, 3)), (9, (8, 6, 4)), (7, (6, 4)), (2, (1,)), (1, ())])
-def test_every_second_bucket_but_none_of_the_last_third_is_gathered_at_once_and_the_others_by_first_use(n, first):
+def test_every_second_of_the_first_two_thirds_is_gathered_at_once(n, first):
     gathers = [task.name for task in layers(n).closing if isinstance(task, Communicate)]
     assert gathers == [f"gather {k}" for k in (*first, *(k for k in range(n) if k not in first))]
 
@@ -72,7 +72,7 @@ def test_with_one_bucket_nothing_overlaps_and_a_step_takes_the_sum_of_its_tasks(
     assert steady_seconds(layers(1).tasks, seconds(1, 1.0, 2.0, 3.0)) == pytest.approx(6.0)
 
 
-def test_a_gather_lies_under_the_next_forward_pass_and_a_scatter_under_this_backward_pass():
+def test_gathers_lie_under_the_next_forward_pass_and_scatters_under_this_backward():
     """Two layers, by hand: 2 of forward, 4 of backward, messages of 1 each.
 
     Backward of layer 1 ends at 4, of layer 0 at 6; scatter 0 ends at 7, with its update, and gather 0 at 8: gather 1,
@@ -351,7 +351,7 @@ def test_after_an_error_gathers_wait_for_those_that_are_still_under_way(group: G
     assert wire.most == 1
 
 
-def test_where_gathers_have_no_communicator_of_their_own_they_are_sent_in_turn_with_scatters(group: Groups):
+def test_without_a_second_communicator_gathers_take_turns_with_scatters(group: Groups):
     """Such a group sums over nodes first (`group.hierarchical`), with Gloo."""
     wire = Wire(group(1))
     step = trainer(replace(group(1), transport=wire.transport, clone=lambda count: (wire.transport,)))

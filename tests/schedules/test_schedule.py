@@ -1,4 +1,4 @@
-"""Claims about the staged schedule on one process; several are in test_equivalence and test_ranks."""
+"""Claims about the staged schedule on one process; several are in test_train_step and test_on_ranks."""
 
 import gc
 import logging
@@ -207,7 +207,7 @@ def test_a_bucket_is_used_while_the_next_one_travels(group):
 
 
 @pytest.mark.parametrize(("schedule", "order"), [("staged", [2, 0, 1]), ("after", [0, 1, 2])])
-def test_the_weight_by_which_a_hooks_sums_are_divided_travels_before_them_in_a_staged_step(group, schedule, order):
+def test_the_weight_that_divides_a_hooks_sums_travels_before_them(group, schedule, order):
     params = {"a": jnp.ones(4), "b": jnp.ones(4)}
     loss = lambda p, x: jnp.mean(p["a"] * p["b"]) * jnp.mean(x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(1), schedule=schedule, hook=hooks.bf16(), bucket_cap_mb=0)

@@ -32,7 +32,7 @@ def test_all_is_exposed_when_traffic_comes_after():
     assert (line.exposed, line.overlap_share) == (3, 0)
 
 
-def test_the_bound_starts_each_all_reduce_when_its_stage_is_done_and_the_link_is_free():
+def test_the_bound_starts_an_all_reduce_when_its_stage_is_done_and_the_link_is_free():
     # Stages of 2, 1, 1 s; all-reduces of 2, 2, 1 s: ready at 2, 3, 4; sent 2-4, 4-6, 6-7; then an update of 1 s.
     line = step([(0, 2), (2, 3), (3, 4)], [(4, 6), (6, 8), (8, 9)], [(9, 10)])
     assert line.bound() == 8

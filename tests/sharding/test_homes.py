@@ -166,7 +166,7 @@ def test_a_checkpoint_of_muon_goes_on_on_other_numbers_of_replicas(group: Groups
         jax.tree.map(close, fddp.whole(state, group=group(n)), expected)
 
 
-def test_a_norm_that_is_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(group: Groups, x64: None):
+def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(group: Groups, x64: None):
     """Mutants of Adam: one divides each row by its norm, one all by the norm of two leaves, and neither tells."""
 
     def rows(updates: Any, state: Any, params: Any = None) -> Any:

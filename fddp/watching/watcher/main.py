@@ -79,9 +79,9 @@ class Watch:
     ends: list[int]
     """A file that becomes ready when the rank ends."""
     door: socket.socket | None
-    """Where the other watchers come in, on rank 0."""
+    """The socket at which the other watchers come in, on rank 0."""
     links: Links
-    """To the other watchers."""
+    """The connections to the other watchers."""
     born: float = field(default_factory=time.monotonic)
     now: float = 0.0
     """The time of the last look."""
@@ -90,14 +90,14 @@ class Watch:
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The last report of each rank that was heard."""
     spoke: dict[socket.socket, float] = field(default_factory=dict)
-    """When each link was heard last."""
+    """The time at which each link was heard last."""
     stop: Stop = field(default=Stop(0, False))
     remarked: set[str] = field(default_factory=set)
-    """What remarks were made about."""
+    """The subjects on which remarks were made."""
     said: str = ""
     """The last verdict that the rank was told."""
     sent: float = 0.0
-    """When the other watchers were told something last."""
+    """The time at which the other watchers were told something last."""
     told_death: bool = False
     """Whether they know that the rank has ended."""
 

@@ -34,7 +34,7 @@ class Record(NamedTuple):
     """Fields that are written at once."""
 
     place: int
-    """Of its first byte in the memory."""
+    """The place of its first byte in the memory."""
     layout: struct.Struct
     fields: tuple[Field, ...]
 
