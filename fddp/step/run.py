@@ -106,9 +106,7 @@ def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[Train
     journal = group.journal
     journal.say("no_sync")
     # No gradient is sent; parameters that rest in shards have to come together all the same.
-    replicated = settled.replica.way.gathered(group, state, replicated)
-    if settled.runner.promises:
-        replicated = promised(replicated)
+    replicated = promised(settled.replica.way.gathered(group, state, replicated))
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
@@ -147,8 +145,7 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
     if alone and not settled.replica.way.apart and placement.holds(leaves):
         return state, None, (), ()
     refuse_deleted(leaves)
-    if settled.runner.promises:
-        state = promised(state)
+    state = promised(state)
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
     replicated = state._replace(accumulated=None, hook_state=())
