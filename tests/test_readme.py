@@ -171,7 +171,7 @@ def test_the_reading_order_names_ten_files_and_the_door_of_every_room():
 def test_the_table_of_imports_is_the_contract():
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     rows = dict(re.findall(r"^\| `(\w+)` \| (`[^|]*`) \|$", PAGES["architecture.md"], re.MULTILINE))
-    for rule in (rule for rule in contract if rule["type"] == "forbidden"):
+    for rule in (rule for rule in contract if rule["type"] == "forbidden" and " alone" in rule["name"]):
         (room,) = rule["source_modules"]
         may = set(re.findall(r"`(\w+)`", rows[room.partition(".")[2]]))
         assert not may & {name.partition(".")[2] for name in rule["forbidden_modules"]}, room

@@ -91,14 +91,15 @@ class Launcher:
         values.clear()
         sent = dict[Value, Sent]()
         jobs = self._jobs = dict[str, Future[None]]()
+        made = dict[Value, float]()  # when messages were made, where their own threads have seen it first
 
         def sending(queue: str) -> Do:
             one = sends.get(queue, now.send)
             others = [other for other in routes.speaking if other not in {queue, *self._lanes}]
-            return self._sending(now, one, memory, sent, before, lambda: [jobs[other] for other in others])
+            return self._sending(now, one, memory, sent, before, lambda: [jobs[other] for other in others], made)
 
         updating = self._updating(now, before)
-        computing, idle = self._computing(now)
+        computing, idle = self._computing(now, made)
         work = with_configuration(queues.work)
         try:
             for queue in routes.queues:
@@ -127,7 +128,7 @@ class Launcher:
         thread = self._threads[queue]
         return self._group.lane.add(thread, work, queue, do) if queue in self._lanes else thread.submit(work, queue, do)
 
-    def _computing(self, now: Prepared) -> tuple[Do, Callable[[], None]]:
+    def _computing(self, now: Prepared, seen: Mapping[Value, float]) -> tuple[Do, Callable[[], None]]:
         """Makes a function that launches a program while others run, and one that waits for all that were launched."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
         clock = perf_counter()
@@ -137,7 +138,10 @@ class Launcher:
             while len(launched) > most:
                 task, made, since = launched.popleft()
                 wait_for(task.name, made)
-                self.log.add(Span(task.kind, task.name, max(since, clock), clock := perf_counter()))
+                end = min([perf_counter(), *(seen[value] for value in task.writes if value in seen)])
+                begin = max(since, clock)
+                clock = max(begin, end)
+                self.log.add(Span(task.kind, task.name, begin, clock))
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             since = perf_counter()
@@ -169,12 +173,14 @@ class Launcher:
         sent: dict[Value, Sent],
         before: Launched,
         others: Callable[[], Sequence[Future[None]]],
+        made: dict[Value, float],
     ) -> Do:
         """Makes a function that sends a message and waits for it; the last one tells the bytes of all."""
         numbers = {task.reads[0]: number for number, task in enumerate(now.listed.messages)}
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
+            made[task.reads[0]] = perf_counter()
             with self.log.under_way(task) as note:
                 one = send(numbers[task.reads[0]], memory, lambda: asked[0], message)
                 note(one.span)
