@@ -18,6 +18,7 @@ from fddp.schedules import Runner, Schedule
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import WHOLE, Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
+from fddp.wording import leaf_name
 
 
 def sharded(shared: Shared) -> Way:
@@ -50,7 +51,7 @@ def _check(shared: Shared, replica: Replica, optimizer: optax.GradientTransforma
     refused = divided(optimizer, trained).refused
     if refused and replica.group.size > 1:  # one replica has all of each leaf
         named = jax.tree_util.tree_leaves_with_path(trained)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+        names = [leaf_name(path) for path, _ in named]
         told = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
         more = f" and {len(told) - 3} more" if len(told) > 3 else ""
         raise ValueError(

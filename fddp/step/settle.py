@@ -46,9 +46,9 @@ class Settled(NamedTuple):
     chosen: tuple[int, ...]
     """The trained leaves."""
     left_out: tuple[int, ...]
-    """Trained leaves that no bucket holds, and"""
+    """Trained leaves that no bucket holds."""
     forms: frozenset[Any]
-    """the forms of batches whose loss is known to have no path to them."""
+    """The forms of batches whose loss is known to have no path to these leaves."""
     held: TrainState
     """The form of what one replica holds of the state, with what is pending once something was."""
     fits: tuple[Any, ...] = ()
@@ -154,8 +154,8 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
 
     Args:
       settled: the step.
-      tree: the structure of
-      state: the state.
+      tree: the structure of the state.
+      state: what a call was given.
       batch: this process's rows.
 
     Returns:

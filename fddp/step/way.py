@@ -80,9 +80,9 @@ class Way(NamedTuple):
     scattered: bool
     """Whether buckets are cut into a part for each replica."""
     sums: bool
-    """Whether messages are plain sums over replicas, in which scalars ride exactly;"""
+    """Whether messages are plain sums over replicas, in which scalars ride exactly."""
     table_rows: bool
-    """and those of gradients, of which a few rows may travel alone."""
+    """Whether these are sums of gradients, of which a few rows may travel alone."""
 
 
 def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
