@@ -5,10 +5,12 @@ their programs and of their hosts, the placement of their arrays, and the checks
 This room imports no other.
 """
 
+from fddp.comm.agreement import BESIDE as BESIDE
 from fddp.comm.agreement import described as described
 from fddp.comm.agreement import nothing_to_compare as nothing_to_compare
 from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
+from fddp.comm.agreement import verify_beside as verify_beside
 from fddp.comm.allgatherv import gather_bytes as gather_bytes
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator

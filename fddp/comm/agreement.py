@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a group compares, too
 Found = TypeVar("Found")
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
+BESIDE = 16  # bytes that each rank may send along with the description, and that are not compared
 
 
 def verify(
@@ -45,21 +46,50 @@ def verify(
       Exception: the error of `find`, on every rank: its own error where all agree, else its message by rank.
       RuntimeError: an earlier error has left the ranks at different places.
     """
+    found, _ = verify_beside(group, what, find, describe, lambda found: b"")
+    return found
+
+
+def verify_beside(
+    group: "Group",
+    what: str,
+    find: Callable[[], Found],
+    describe: Callable[[Any], Iterable[str]],
+    beside: Callable[[Any], bytes],
+) -> tuple[Found, list[bytes]]:
+    """Does what `verify` does, and carries a few bytes of each rank to all ranks in the same message.
+
+    Args:
+      group: as for `verify`.
+      what: likewise.
+      find: likewise.
+      describe: likewise.
+      beside: gives at most `BESIDE` bytes of what was found, which may differ between ranks.
+
+    Returns:
+      This rank's finding; and the bytes that each rank sent along, padded with zeros, in order of rank.
+
+    Raises:
+      Exception: as for `verify`.
+    """
     group.recovery.resume()
     failure = None
     found: Any = None
+    told = b""
     try:
         found = find()
         lines = list(describe(found))
+        told = beside(found)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
-    digests = group.all_gather(np.frombuffer(sha256(text).digest(), np.uint8))
-    if np.all(digests == digests[0]):
+    mine = sha256(text).digest() + told.ljust(BESIDE, b"\0")
+    every = [row.tobytes() for row in group.all_gather(np.frombuffer(mine, np.uint8))]
+    if len({row[:-BESIDE] for row in every}) == 1:
         if failure is not None:
             raise failure
-        return found
+        return found, [row[-BESIDE:] for row in every]
     raise _disagreement(what, [json.loads(report) for report in gather_bytes(group, text)]) from failure
 
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.comm import Group
+from fddp.comm import BESIDE, Group
 
 ROWS = 8
-BYTES = 16
 
 
 def digest(batch: Any) -> bytes:
@@ -23,24 +22,16 @@ def digest(batch: Any) -> bytes:
       batch: this process's rows.
 
     Returns:
-      `BYTES` bytes. None where there is nothing to tell: of forms, of arrays that other processes hold a part of, and
-      of rows of one number, which are made up for a trial.
+      As many bytes as travel beside a comparison. Zeros where there is nothing to tell: of forms, of arrays that other
+      processes hold a part of, and of rows of one number, which are made up for a trial.
     """
     leaves = jax.tree.leaves(batch)
     if not all(map(_is_here, leaves)):
-        return b""
+        return bytes(BESIDE)
     arrays = [_first_rows(x) for x in leaves]
     if all(x.size == 0 or np.all(x == x.flat[0]) for x in arrays):
-        return b""
-    return sha256(b"".join(x.tobytes() for x in arrays)).digest()[:BYTES]
-
-
-def digests(group: Group, mine: bytes) -> list[bytes]:
-    """Gathers the digest of each rank, in order; a process alone has nobody to compare its rows with."""
-    if group.processes == 1:
-        return []
-    rows = group.all_gather(np.frombuffer(mine.ljust(BYTES, b"\0"), np.uint8))
-    return [row.tobytes() for row in rows]
+        return bytes(BESIDE)
+    return sha256(b"".join(x.tobytes() for x in arrays)).digest()[:BESIDE]
 
 
 def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:

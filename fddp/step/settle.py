@@ -7,13 +7,14 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fddp.buckets import BucketPlan, scalar_dtype, take_apart
-from fddp.comm import REPLICATED, Placement, specs, verify
+from fddp.comm import REPLICATED, Placement, specs, verify_beside
 from fddp.losses import Undivided, unjoined
 from fddp.schedules import Runner, after, fused
 from fddp.step.checks import check_batch, check_params, check_paths
@@ -21,7 +22,7 @@ from fddp.step.first_batch import Seen, described_batch, look, paths
 from fddp.step.held import check_held, held_form
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
-from fddp.step.same_rows import digests, tell_same_rows
+from fddp.step.same_rows import tell_same_rows
 from fddp.step.state import Mean, TrainState
 from fddp.step.way import Facts
 
@@ -78,8 +79,9 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     """
     group = replica.group
     describe = partial(described_batch, replica, batch, call)
-    seen = verify(group, "batch or loss", partial(look, replica, state, batch), describe)
-    tell_same_rows(group, digests(group, seen.digest))
+    find = partial(look, replica, state, batch)
+    seen, digests = verify_beside(group, "batch or loss", find, describe, attrgetter("digest"))
+    tell_same_rows(group, digests)
     agreed = _agreed(replica, seen)
     plan = _plan(replica, seen, agreed)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
