@@ -16,7 +16,7 @@ import fddp
 
 SCHEDULES = ("fused", "staged", "after")
 HELD = "held"
-STALLED_S = 90.0  # a claim compiles several programs, on a machine that all ranks share
+STALLED_S = 30.0
 
 
 @dataclass(frozen=True)
