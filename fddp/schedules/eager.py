@@ -25,9 +25,9 @@ from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.message_order import Trial, come_late, orders
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.programs import compiled, preparing
-from fddp.schedules.queues import HERE, Arranged, Promise, freed, routed
+from fddp.schedules.queues import Arranged, Promise, by_kind, freed, routed
 from fddp.schedules.staged import refuse_without_jit
-from fddp.schedules.tasks import Task, TaskList, Value
+from fddp.schedules.tasks import TaskList, Value
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -75,7 +75,7 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     def arrange(listed: TaskList) -> Arranged:
         each = [one.tasks for one in orders(listed, first_use)]
-        return Arranged(tuple(routed(tasks, _queue_of, listed.results) for tasks in each), freed(each, _queue_of))
+        return Arranged(tuple(routed(tasks, by_kind, listed.results) for tasks in each), freed(each, by_kind))
 
     prepare = preparing(lane, make, arrange, compiled, donate)
 
@@ -86,19 +86,18 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
         values = now.listed.enter(state, pending, shards, rows)
         if any(x is one for x in values.values() for one in used):
             raise used_up()
-        if (
-            launcher.failed()
-        ):  # one of its messages failed after it had returned, and not all ranks come here after that
+        if launcher.failed():  # after the last step had returned: not all ranks come here then
             group.recovery.fail()
         group.recovery.sends()  # a rank that fails from here on may not begin anew alone
         launcher.log.begin()
         routes = now.arranged.routes[trial.way(len(now.arranged.routes))]
         began = perf_counter()
-        carried = [name for name in routes.kept if beside and name.replaces in values]
+        first = id(now) not in known
+        carried = [name for name in routes.kept if name.replaces in values] if first and beside else []
         used[:] = [values[name] for name in now.arranged.gives]
         late = {name: Promise(form) for name, form in known.get(id(now), {}).items()}
         results = launcher.launch(now, routes, values, late=late).results
-        if id(now) not in known:
+        if first:
             known[id(now)] = forms_of({name: results[name] for name in carried})
         launcher.log.end()
         trial.took(perf_counter() - began)
@@ -109,10 +108,6 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
         return made[min(trial.latest, len(made) - 1)]
 
     return Runner(run, None, launcher.log.timeline, tasks, promises=True)
-
-
-def _queue_of(task: Task) -> str:
-    return HERE if task.kind == "compute" else task.kind
 
 
 def _all_plain(pieces: Pieces) -> bool:

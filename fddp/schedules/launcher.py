@@ -21,7 +21,7 @@ from fddp.comm import Group, Recovery
 from fddp.hooks import Memory
 from fddp.jax_internals import asked_for, with_configuration
 from fddp.schedules.programs import Prepared
-from fddp.schedules.queues import HERE, Do, Queues, Routes
+from fddp.schedules.queues import HERE, Do, Queues, Routes, awaited
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.shown import wait_for
 from fddp.schedules.step_log import StepLog
@@ -106,7 +106,7 @@ class Launcher:
                 if queue != HERE:
                     jobs[queue] = self._start(work, queue, _by_kind(sending(queue), updating))
             queues.work(HERE, _by_kind(sending(HERE), computing), idle)
-            results = {name: x if name in late else _there(x) for name, x in queues.kept().items()}
+            results = {name: x if name in late else awaited(x) for name, x in queues.kept().items()}
             for queue, job in jobs.items():
                 if not (late and (queue in self._lanes or routes.makes(queue, late))):
                     job.result()
@@ -176,13 +176,12 @@ class Launcher:
         made: dict[Value, float],
     ) -> Do:
         """Makes a function that sends a message and waits for it; the last one tells the bytes of all."""
-        numbers = {task.reads[0]: number for number, task in enumerate(now.listed.messages)}
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
             made[task.reads[0]] = perf_counter()
             with self.log.under_way(task) as note:
-                one = send(numbers[task.reads[0]], memory, lambda: asked[0], message)
+                one = send(now.numbers[task.reads[0]], memory, lambda: asked[0], message)
                 note(one.span)
             # Without the sum, which is to live no longer than until its last reader has it.
             sent[task.reads[0]] = one._replace(total=None)
@@ -191,7 +190,7 @@ class Launcher:
         def told() -> Any:
             for job in (*before.jobs.values(), *others()):
                 job.result()
-            return bytes_of(self._group, [sent.get(name) or before.sent[name] for name in numbers])
+            return bytes_of(self._group, [sent.get(name) or before.sent[name] for name in now.numbers])
 
         return do
 
@@ -215,7 +214,3 @@ def own_lane(group: Group) -> tuple[Group, bool]:
 
 def _by_kind(sending: Do, computing: Do) -> Do:
     return lambda task, read: (sending if isinstance(task, Communicate) else computing)(task, read)
-
-
-def _there(x: Any) -> Any:
-    return x.result() if isinstance(x, Future) else x

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,6 +37,8 @@ class Prepared(NamedTuple):
     programs: Programs
     send: Callable[..., Sent]
     """Sends its messages."""
+    numbers: dict[Value, int]
+    """The places of its messages, in the order of the list."""
 
 
 def preparing(
@@ -62,11 +65,12 @@ def preparing(
             state, *own = forms_promised(arguments)
             listed = make(of_one_replica(state, 1), *of_one_replica(own, group.placement.replicas_in_array))
             arranged = arrange(listed)
-            arranged = arranged if donate else arranged._replace(freed={})
+            arranged = arranged if donate else replace(arranged, freed={})
             values = listed.enter(state, *own)
             made = programs(group.placement, listed, values, arranged.freed, partial(compiling, group))
             send = sending(group, [task.reduction for task in listed.messages])
-            known[form] = Prepared(listed, arranged, named(made), send)
+            numbers = {task.reads[0]: number for number, task in enumerate(listed.messages)}
+            known[form] = Prepared(listed, arranged, named(made), send, numbers)
         return known[form]
 
     return prepare

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +20,11 @@ QueueOf: TypeAlias = Callable[[Task], str]
 Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
 
 
+def by_kind(task: Task) -> str:
+    """Gives a queue each to computing, on the calling thread, to messages and to updates."""
+    return HERE if task.kind == "compute" else task.kind
+
+
 class Promise(Future[Any]):
     """An array that is still being made, of a known form."""
 
@@ -31,6 +38,11 @@ class Promise(Future[Any]):
 def forms_promised(tree: Any) -> Any:
     """Replaces each promise in a tree by its form."""
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
+
+
+def awaited(x: Any) -> Any:
+    """Waits for a value, if it is a future of one."""
+    return x.result() if isinstance(x, Future) else x
 
 
 class Routes(NamedTuple):
@@ -57,7 +69,8 @@ class Routes(NamedTuple):
         return any(value in values for task in self.queues[queue] for value in task.writes)
 
 
-class Arranged(NamedTuple):
+@dataclass(frozen=True)
+class Arranged:
     """A list of tasks, arranged for the launcher."""
 
     routes: tuple[Routes, ...]
@@ -65,7 +78,7 @@ class Arranged(NamedTuple):
     freed: Mapping[str, tuple[Value, ...]]
     """The values whose memory a task may have, for each task by name."""
 
-    @property
+    @cached_property
     def gives(self) -> tuple[Value, ...]:
         """The arrays of the state among these."""
         return tuple({value for values in self.freed.values() for value in values if value.kind == STATE})
@@ -104,11 +117,11 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[Value]) -> R
       The queues, and the ways of values between them.
     """
     queues: dict[str, list[Task]] = {}
-    wanted: dict[Value, set[str]] = {name: {HERE} for name in kept}
     for task in tasks:
         queues.setdefault(queue_of(task), []).append(task)
-        for name in task.reads:
-            wanted.setdefault(name, set()).add(queue_of(task))
+    wanted = _readers(tasks, queue_of)
+    for name in kept:
+        wanted.setdefault(name, set()).add(HERE)
     written = {name: queue_of(task) for task in tasks for name in task.writes}
     # The queue that tells the bytes of all messages starts last: it waits for the other queues of messages.
     order = sorted(queues, key=lambda queue: any(BYTES in task.writes for task in queues[queue]))
@@ -132,16 +145,22 @@ def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tupl
       The values that a task is the last to read in each order, for each task by name. A value that another queue reads
       as well is left out: that queue may lag.
     """
-    queues: dict[Value, set[str]] = {}
-    for task in orders[0]:
-        for name in task.reads:
-            queues.setdefault(name, set()).add(queue_of(task))
+    queues = _readers(orders[0], queue_of)
     last = [{name: task.name for task in tasks for name in task.reads} for tasks in orders]
 
     def alone(task: Task, name: Value) -> bool:
         return len(queues[name]) == 1 and all(of[name] == task.name for of in last)
 
     return {task.name: tuple(name for name in task.reads if alone(task, name)) for task in orders[0]}
+
+
+def _readers(tasks: Sequence[Task], queue_of: QueueOf) -> dict[Value, set[str]]:
+    """Finds the queues that read each value."""
+    queues: dict[Value, set[str]] = {}
+    for task in tasks:
+        for name in task.reads:
+            queues.setdefault(name, set()).add(queue_of(task))
+    return queues
 
 
 class Queues:
@@ -159,7 +178,7 @@ class Queues:
         self._routes = routes
         self._readers = dict(routes.readers)
         self._lock = Lock()
-        given = {name: values[name] for name in (*routes.given, *routes.kept) if name in values}
+        given = {name: values[name] for name in routes.given if name in values}
         self._there: dict[Value, Any] = {**given, **{name: futures.get(name) or Future() for name in routes.crossing}}
 
     def kept(self) -> dict[Value, Any]:
@@ -192,7 +211,7 @@ class Queues:
         there = [self._there[name] for name in task.reads]
         if not all(x.done() for x in there if isinstance(x, Future)):
             idle()
-        read = [x.result() if isinstance(x, Future) else x for x in there]
+        read = list(map(awaited, there))
         with self._lock:
             for name in task.reads:
                 self._readers[name] -= 1

@@ -66,7 +66,8 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
         queues = {task.name: f"all-reduce {k % count}" for k, task in enumerate(listed.messages)}
         return lambda task: queues.get(task.name, HERE)
 
-    return _launched(group, make, queues_of, donate, programs, refuse_without_jit, Launcher(group))
+    check = partial(refuse_without_jit, "staged")
+    return _launched(group, make, queues_of, donate, programs, check, Launcher(group))
 
 
 def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms = jitted) -> Runner:
@@ -82,7 +83,7 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
       The runner.
     """
     all_here = lambda listed: lambda task: HERE  # noqa: E731
-    return _launched(group, make, all_here, donate, programs, lambda schedule: None, Launcher(group, ahead=0))
+    return _launched(group, make, all_here, donate, programs, lambda: None, Launcher(group, ahead=0))
 
 
 def refuse_without_jit(schedule: str) -> None:
@@ -100,20 +101,19 @@ def _launched(
     queues_of: Callable[[TaskList], QueueOf],
     donate: bool,
     programs: MakePrograms,
-    check: Callable[[str], None],
+    check: Callable[[], None],
     launcher: Launcher,
 ) -> Runner:
     prepare = preparing(group, make, as_listed(queues_of), programs, donate)
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
-        check("staged")
+        check()
         rows = group.placement.place(rows, group.placement.per_replica)
         now = prepare(state, pending, shards, rows)
         values = now.listed.enter(state, pending, shards, rows)
         launcher.log.begin(now.listed.tasks)
         done = launcher.launch(now, now.arranged.routes[0], values, memory=memory)
         launcher.log.end()
-        sends = [done.sent[task.reads[0]] for task in now.listed.messages]
-        return *now.listed.leave(done.results), remembered(sends, memory)
+        return *now.listed.leave(done.results), remembered([done.sent[value] for value in now.numbers], memory)
 
     return Runner(run, None, launcher.log.timeline, make)
