@@ -84,17 +84,16 @@ def gathers_ahead(group: Group, pieces: Pieces, donate: bool) -> Runner:
         launcher.log.begin()
         # A step that is given other shards leaves no gathers: nobody might use these either.
         leaves = ahead is None or all(map(is_, ahead.of, of))
-        if ahead and not leaves:
-            wait(ahead.launched.jobs.values())
         if ahead and leaves:
             here = ahead.launched
         else:
+            wait(ahead.launched.jobs.values() if ahead else ())
             given = dict(zip(opening.given, of))
             late = _futures(opening.kept) if beside else {}
             here = launcher.launch(now, opening, given, sends=sends, late=late)
         values.update(here.results)
         here.results.clear()
-        late = _futures(crossing.kept[len(ending.kept) :]) if leaves and beside else {}
+        late = _futures(map(following, opening.kept)) if leaves and beside else {}
         done = launcher.launch(now, crossing if leaves else ending, values, sends=sends, before=here, late=late)
         if leaves:
             brought = {value: done.results.pop(following(value)) for value in opening.kept}
