@@ -11,6 +11,7 @@ ASKING = sorted(path.stem for path in BENCH.glob("*.py") if "argparse" in path.r
 QUESTIONS = [name for name in ASKING if name != "two_hosts"]  # a tool
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question_says_what_it_asks_and_has_a_quick_answer(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])

@@ -63,6 +63,7 @@ def test_every_room_is_in_the_contract_and_says_what_it_is():
         assert "This room imports" in first or "imports this room" in first, room
 
 
+@pytest.mark.steps
 def test_fddp_loads_neither_flax_nor_an_observer_before_it_is_asked():
     loaded = (
         "import fddp, sys; print([name for name in ('flax', 'matplotlib', 'fddp.analysis') if name in sys.modules])"

@@ -99,6 +99,7 @@ def test_a_new_variable_has_the_form_of_the_old_one_and_is_another():
     assert new.aval == old.aval
 
 
+@pytest.mark.steps
 def test_arrays_without_elements_go_into_functions_over_axes_with_others():
     # A compiler that cannot take them crashes: not this process.
     run_python("""
@@ -409,6 +410,7 @@ def test_xla_knows_the_options_that_it_is_given():
 ### Processes
 
 
+@pytest.mark.steps
 def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
     run_python(f"""
         import jax
@@ -428,6 +430,7 @@ def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
 ### Profiles
 
 
+@pytest.mark.steps
 def test_a_profile_is_read_where_warnings_are_errors(tmp_path):
     run_python(f"""
         from pathlib import Path

@@ -105,12 +105,14 @@ def test_the_readme_names_the_first_page_and_that_leads_to_every_other():
 ### docs/
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("script, printed", SCRIPTS)
 def test_the_scripts_of_the_pages_run_and_print_what_they_say(script, printed, tmp_path, capsys):
     run_here(script, tmp_path)
     assert not printed or capsys.readouterr().out == printed
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_script_of_the_pages_prints_the_same_before_and_after(change, tmp_path, capsys):
     printed = []

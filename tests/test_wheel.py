@@ -68,6 +68,7 @@ def test_the_page_says_which_jax_and_python_are_supported():
 ### What the archives hold
 
 
+@pytest.mark.steps
 @built_with_uv
 def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
     listed = subprocess.run(["git", "ls-files", "fddp"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

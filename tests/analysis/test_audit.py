@@ -218,6 +218,7 @@ def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypat
     assert "synchronous: bucket" in problem and "xla_gpu_enable_latency_hiding_scheduler" in problem
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("target", [None, pytest.param("h100:2", marks=aot)])
 @pytest.mark.parametrize("hook", [None, fddp.hooks.bf16(), fddp.hooks.quantize()], ids=repr)
 def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(group, target, hook):

@@ -58,6 +58,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
 }
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_replicas_compute_is_what_the_check_foretells(group: Callable[[int], fddp.Group], name: str):
     """The truth: the gradient of a step on one replica and on four."""

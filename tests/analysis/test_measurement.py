@@ -160,6 +160,7 @@ def spans_within(step: MeasuredStep) -> bool:
     return all(step.start <= span.start <= span.end <= step.end for span in step.timeline.spans)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "after"])
 def test_a_measured_step_sends_each_bucket_once_and_ends_with_its_update(group, schedule):
     step, state, batch = trained(group(2), 0, schedule=schedule)

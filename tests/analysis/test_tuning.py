@@ -95,6 +95,7 @@ def two_layers(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
 
 
+@pytest.mark.steps
 def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
     tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), group=group(1), steps=2)
@@ -105,6 +106,7 @@ def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
     assert "best" in str(tuning)
 
 
+@pytest.mark.steps
 def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
     given = two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32)
@@ -117,6 +119,7 @@ def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(gr
     assert fddp.tune(*given, **options, hook=fddp.hooks.quantize()).eager_s is None
 
 
+@pytest.mark.steps
 def test_a_tuning_keeps_the_groups_that_it_is_given(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
     options = {"group": group(1), "steps": 1, "groups": lambda path: "both"}
@@ -131,6 +134,7 @@ def test_what_only_a_fused_step_can_run_is_refused(group):
         fddp.tune(two_layers, optax.sgd(0.1), {}, None, group=group(1), schedule="fused")
 
 
+@pytest.mark.steps
 def test_a_model_is_tuned_by_its_name(group):
     tuning = tune_model(mlp, "tiny", rows=4, group=group(1), caps_mb=[0, 1], steps=1)
     assert [len(one.nbytes) for one in tuning.candidates] == [6, 1]

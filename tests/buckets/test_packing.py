@@ -40,6 +40,7 @@ trees = st.dictionaries(
 ### Buckets
 
 
+@pytest.mark.steps
 @FEW
 @given(trees, st.sampled_from([0, 20 / 2**20, 25]))
 def test_unpack_inverts_pack_to_the_bit(tree, cap):
@@ -145,6 +146,7 @@ def test_a_bucket_that_would_round_scalars_is_refused(x64):
     assert take_tail(alone, add_tail(alone, buckets, np.float64(1 / 3)))[1] == 1 / 3
 
 
+@pytest.mark.steps
 def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     plan, buckets = wide_enough(np.float32)
     zeros = jax.tree.map(np.zeros_like, EXTREMES)

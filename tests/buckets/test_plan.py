@@ -293,6 +293,7 @@ def test_an_empty_tree_has_an_empty_plan_that_prints():
     assert "0 of 0 leaves in 0 buckets" in str(make_plan({}))
 
 
+@pytest.mark.steps
 def test_resnet_50_travels_in_its_ready_order_and_to_the_byte():
     model = resnet.PRESETS["50"]
     batch = resnet.batch(model, 1)

@@ -25,6 +25,7 @@ def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
     return jnp.zeros((ALL, WIDTH), dtype).at[np.array(numbers, int)].add(values.astype(dtype)).reshape(-1)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]])
 def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
@@ -36,6 +37,7 @@ def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, 
     assert np.asarray(add_table_rows(bucket, words, left)).tobytes() == np.asarray(flat).tobytes()
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
 def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str):
     bucket = bucket_of(dtype)
@@ -47,6 +49,7 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
     assert np.array_equal(np.asarray(total), np.asarray(sum(gradients)))  # small whole numbers: exact in every dtype
 
 
+@pytest.mark.steps
 def test_rows_of_16_bits_are_rounded_once():
     """256 and seven times 1 are 263: added one by one in bfloat16 they stay 256."""
     form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")

@@ -173,11 +173,13 @@ def said() -> dict[str, str]:
     return json.loads(ended.stdout)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("call", STARTS)
 def test_a_world_that_cannot_be_started_is_refused(said, call):
     assert STARTS[call] in said[call]
 
 
+@pytest.mark.steps
 def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone():
     """Started by another MPI's mpiexec, or by hand: every rank is a world of its own to mpi4py."""
     script = "import fddp; fddp.init('mpi')"

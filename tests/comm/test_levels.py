@@ -27,6 +27,7 @@ LOCAL = [1, 2, 4]
 ### One process
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("local", LOCAL)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.int32, np.complex64])
 def test_whole_numbers_are_summed_exactly_between_programs_and_inside(group, local, dtype):
@@ -110,6 +111,7 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["hidden"]) @ params["out"] - 1) ** 2)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     "schedule, options",
     [*((schedule, {}) for schedule in SCHEDULES), ("fused", {"hook": hooks.powersgd(2, start_step=0)})],

@@ -37,6 +37,7 @@ def parts(active: list[int]) -> list[np.ndarray]:
     return [BATCH.reshape(REPLICAS, ROWS, 3)[k] for k in active]
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("active", [[0, 1, 2, 3], [1, 3], [2], []], ids=str)
@@ -75,6 +76,7 @@ class Normed(nn.Module):
         return norm(nn.Dense(4, param_dtype=jnp.float64)(x))
 
 
+@pytest.mark.steps
 def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
     """Those of ranks that are done as well: they are a batch like any other, whose loss does not count."""
     model = Normed()
@@ -119,6 +121,7 @@ def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule
     assert float(state.model_state) == 10 + leader
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize(("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str)
 def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, active, mean):

@@ -71,6 +71,7 @@ ALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name", FEW)
 def test_a_gradient_has_no_more_rows_than_its_program_tells(name: str):
     loss, expected = FEW[name]

@@ -161,6 +161,7 @@ def branching(params: Any, x: Any) -> Any:
     return jnp.mean(jax.jit(layer)(params["c"], x) ** 2)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name", [*LAYERS, "branching"])
 def test_straightening_leaves_no_jit_and_every_value_as_it_was(name, x64):
     loss = branching if name == "branching" else jax.jit(chain(name, "a", "b", "c", "a"))

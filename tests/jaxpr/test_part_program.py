@@ -60,6 +60,7 @@ def called(a: Any, b: Any) -> Any:
 SHARED = [clipped, trusted, counted, branched, moments, halves, called]
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("f", SHARED)
 def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: Callable[..., Any]):
     with jax.enable_x64(True):
@@ -70,12 +71,14 @@ def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: 
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-14)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(("f", "times"), [(clipped, 1), (trusted, 1), (moments, 0), (halves, 1), (counted, 3)])
 def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Callable[..., Any], times: int):
     _, calls, _ = divided(f)
     assert calls == times
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     ("f", "why"),
     [
@@ -130,6 +133,7 @@ def in_a_branch(a: Any, b: Any) -> Any:
     return jax.lax.cond(jnp.sum(a) > 0, orthogonal, lambda a, b: (a, jnp.sort(b)), a, b)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(("f", "exchanges"), [(orthogonal, 1), (summed_between, 2), (in_a_branch, 2)])
 def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(f: Callable[..., Any], exchanges: int):
     with jax.enable_x64(True):

@@ -237,6 +237,7 @@ def what_a_mask_passes_through(p: Any, t: Any) -> Any:
 CHOICES = [(name, t) for name, (_, uses) in CASES.items() for t in uses]
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name,t", CHOICES)
 def test_used_is_what_a_path_leads_from(name, t):
     loss, uses = CASES[name]
@@ -246,6 +247,7 @@ def test_used_is_what_a_path_leads_from(name, t):
     assert jitted(LEAVES, t)[1][1].tolist() == expected
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name,t", CHOICES)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_values_and_gradients_are_the_plain_functions_own(name, t, wrap):
@@ -270,6 +272,7 @@ def test_the_static_answer_holds_for_every_choice(name):
 
 
 # The forward part of a rule of its own is repeated: see below.
+@pytest.mark.steps
 @pytest.mark.parametrize("name,t", [choice for choice in CHOICES if "custom" not in choice[0]])
 @pytest.mark.parametrize("kind", ["dot_general", "sin", "cos", "remat2"])
 def test_no_work_is_done_twice(name, t, kind):
@@ -383,6 +386,7 @@ def test_inside_vmap_each_row_has_its_own():
 SPREAD = ["no_path", "cond", "cond_in_scan", "cond_in_remat_in_scan_in_jit", "cond_in_custom_vjp"]
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("name", SPREAD)
 def test_inside_shard_map_each_replica_has_its_own(name, check_vma):

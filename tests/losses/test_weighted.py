@@ -39,6 +39,7 @@ def joined(p: Any, batch: Any) -> Any:
     return jnp.mean(errors(p, batch)[batch["mask"]])
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize(("n", "steps"), [(1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
 def test_unequal_numbers_of_tokens_give_the_gradient_over_all_tokens(group, x64, schedule, n, steps):

@@ -72,6 +72,7 @@ def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
     return jnp.mean((out - Y[valid]) ** 2), {"batch_stats": {"norm": new}}
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_unequal_counts_give_the_batchnorm_of_all_rows_that_count(group, x64, replicas):
     f = fddp.value_and_grad(loss("replica"), group=group(replicas))
@@ -82,6 +83,7 @@ def test_unequal_counts_give_the_batchnorm_of_all_rows_that_count(group, x64, re
     close(state, averages, 1e-12)
 
 
+@pytest.mark.steps
 def test_micro_batches_are_normalized_each_over_all_replicas(group, x64):
     step = fddp.train_step(loss("replica"), optax.sgd(1.0), group=group(2), accumulation_steps=2)
     state, info = step(step.init(PARAMS, model_state=STATE), BATCH)
@@ -144,6 +146,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_alone_it_is_flaxs_batchnorm(form, masked):
@@ -164,6 +167,7 @@ def test_alone_it_is_flaxs_batchnorm(form, masked):
     close(state, flaxs, rtol=1e-5, atol=0)
 
 
+@pytest.mark.steps
 def test_a_module_of_flax_is_trained_with_it(group):
     class Small(nn.Module):
         @nn.compact

@@ -58,6 +58,7 @@ def clipped(rule: str) -> list[Any]:
     return alone(optax.chain(RULES[rule], ADAM))
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("rule", RULES)
 def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, rule):
@@ -69,6 +70,7 @@ def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, 
         close(state.params, expected)
 
 
+@pytest.mark.steps
 @SCHEDULES
 def test_micro_batches_and_no_sync_are_clipped_together(group, x64, schedule):
     optimizer = optax.chain(RULES["by global norm"], ADAM)

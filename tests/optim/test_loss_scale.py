@@ -39,6 +39,7 @@ def product(w: Any, x: Any) -> jax.Array:
 MEMORY = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
@@ -87,6 +88,7 @@ def overflowing(w: Any, x: Any) -> jax.Array:
     return product(w.astype(jnp.float16), x.astype(jnp.float16)).astype(jnp.float32)
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_replica_that_overflows_stops_all_and_leaves_every_bit(group, schedule, steps):
@@ -168,6 +170,7 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
     assert seen == {2.0, 4.0, 8.0, 16.0, 32.0}
 
 
+@pytest.mark.steps
 def test_float16_finds_its_scale_and_trains_as_float32_does(group):
     """From a scale that is far too large."""
     plain = fddp.train_step(two_layers, optax.adam(0.02), group=group(2))

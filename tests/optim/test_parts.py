@@ -83,6 +83,7 @@ def problem() -> tuple[Any, list[Any]]:
     return params, [jax.tree.map(lambda x: draw.normal(size=x.shape), params) for _ in range(STEPS)]
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     ("make", "home"), [*((make, {}) for make in CUT.values()), *AT_HOME.values()], ids=[*CUT, *AT_HOME]
 )
@@ -202,6 +203,7 @@ def answer(make: Callable[..., Any]) -> str:
     return f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
 
 
+@pytest.mark.steps
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_the_table_of_optimizers_is_what_their_programs_say():
     text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()

@@ -47,6 +47,7 @@ def numbers(tree: Any, path: str) -> list[np.ndarray]:
     return [x for name, x in floats if name.endswith(path) and "hyperparams" not in name]
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_not_used_keeps_its_value_and_its_moments(name):
     optimizer, params = CASES[name]

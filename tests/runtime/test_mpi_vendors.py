@@ -80,6 +80,7 @@ def test_an_nvcc_without_headers_needs_a_cuda_path(here):
         assert mpi_vendors.without_cuda() == []
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     ("mpi4jax", "problem"),
     [

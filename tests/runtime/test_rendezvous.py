@@ -37,6 +37,7 @@ def test_ranks_that_all_come_go_on_and_leave_the_port_to_others(size):
         assert outcomes([(rank, size) for rank in range(size)], coordinator, 60) == [""] * size
 
 
+@pytest.mark.steps
 def test_who_has_not_come_is_the_same_error_on_all_who_have():
     coordinator = here()
     told = outcomes([(0, 4), (2, 4)], coordinator, 2)
@@ -73,6 +74,7 @@ def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
         meet(rank, 2, here(), 1e6, "it came too late")
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     ("host", "why"),
     [
@@ -85,6 +87,7 @@ def test_a_rank_that_cannot_reach_rank_0_says_why(host, why):
     assert told.endswith(f": rank 1 of 2 has not reached rank 0 in time: {why}.")
 
 
+@pytest.mark.steps
 def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
     coordinator, before = here(), threading.active_count()

@@ -46,6 +46,7 @@ def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFi
     assert sorted(err.splitlines()) == ["[0] 2", "[1] 2"]
 
 
+@pytest.mark.steps
 def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(tmp_path: Path):
     """torchrun's form; the words after the script are its own, those of `run` included."""
     script = tmp_path / "script.py"
@@ -76,6 +77,7 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
     assert (code, err) == (128 + 9, "fddp run: rank 1 ended by SIGKILL.\n")
 
 
+@pytest.mark.steps
 def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -94,6 +96,7 @@ def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     assert ends(capfd, "print('done')", ranks=1, mpiexec=(str(stays), None)) == (0, "done\n", "")
 
 
+@pytest.mark.steps
 def test_it_is_started_again_so_often_and_no_more(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     script = f"path = '{tmp_path}/' + str(time.time()); open(path, 'w').close(); sys.exit(3)"
     code, _, err = ends(capfd, script, ranks=1, restarts=2)

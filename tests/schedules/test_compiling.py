@@ -33,6 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "NEXT_WORD_S", 0.001)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -49,7 +50,9 @@ def test_every_schedule_says_what_compiles(group, impatient, capsys, options: di
     state, _ = step(step.init(PARAMS), ROWS)
     lines = capsys.readouterr().err.splitlines()
     found = [line for line in lines if re.fullmatch(rf"fddp: compiling {said}, \d+ s so far", line)]
-    assert found and len(found) >= len(lines) - 1  # the very first may come before the first program does
+    assert found and lines[-len(found) :] == found
+    before = set(lines[: -len(found)])  # what comes before the first program does
+    assert before <= {"fddp: compiling a step, 0 s so far"}
     state, _ = step(state, ROWS)
     jax.block_until_ready(state)
     assert capsys.readouterr().err == ""

@@ -454,6 +454,7 @@ def test_steps_that_are_local_for_a_while_promise_what_is_late_as_others_do(grou
     assert_close(fddp.whole(state.params, group=wire.group), expected)
 
 
+@pytest.mark.steps
 def test_gradients_are_returned_when_all_are_there(group: Groups, x64: None):
     f = fddp.value_and_grad(tied_net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
     for k in range(3):

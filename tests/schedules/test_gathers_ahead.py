@@ -333,6 +333,7 @@ class Wire:
         return x
 
 
+@pytest.mark.steps
 def test_after_an_error_gathers_wait_for_those_that_are_still_under_way(group: Groups, monkeypatch: pytest.MonkeyPatch):
     wire, told = Wire(group(1)), list[str]()
     replicas = replace(group(1), clone=lambda count: (group(1).transport, wire.transport), journal=Journal())
@@ -351,6 +352,7 @@ def test_after_an_error_gathers_wait_for_those_that_are_still_under_way(group: G
     assert wire.most == 1
 
 
+@pytest.mark.steps
 def test_without_a_second_communicator_gathers_take_turns_with_scatters(group: Groups):
     """Such a group sums over nodes first (`group.hierarchical`), with Gloo."""
     wire = Wire(group(1))
@@ -361,6 +363,7 @@ def test_without_a_second_communicator_gathers_take_turns_with_scatters(group: G
     assert wire.most == 1
 
 
+@pytest.mark.steps
 def test_steps_that_are_called_in_turns_send_their_gathers_one_after_the_other(group: Groups):
     wire = Wire(group(1))
     # Groups are made anew wherever one is asked for, and XLA has one Gloo communicator for them all.

@@ -126,6 +126,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("made", LISTS)
 @pytest.mark.parametrize("n", [1, 2])

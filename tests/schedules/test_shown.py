@@ -22,6 +22,7 @@ def net(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"]) ** 2)
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     "options",
     [

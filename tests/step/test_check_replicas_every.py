@@ -23,6 +23,7 @@ def flipped(x: np.ndarray, bit: int) -> np.ndarray:
     return np.frombuffer(bytes(data), x.dtype).reshape(x.shape)
 
 
+@pytest.mark.steps
 @given(dtype=st.sampled_from(DTYPES), size=st.integers(1, 5), data=st.data())
 def test_any_bit_that_flips_changes_the_digest(dtype: str, size: int, data: Any):
     kind = jnp.dtype(dtype)
@@ -86,6 +87,7 @@ def test_replicas_that_are_not_equal_at_first_are_named_before_the_first_step(gr
     assert not state.params["b"].is_deleted()
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.lars(0.1)])
 def test_a_state_that_lies_in_shards_alone_has_nothing_to_compare(group: Callable[[int], fddp.Group], optimizer: Any):
     loss_fn = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731

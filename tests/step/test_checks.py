@@ -132,6 +132,7 @@ def test_what_is_no_group_is_refused(group):
 ### Losses
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize(
     ("loss", "has_aux", "kind", "says"),
     [

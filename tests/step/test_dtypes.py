@@ -65,6 +65,7 @@ def test_means_of_16_bits_are_exact_where_16_bits_are(group, schedule, dtype):
     assert (loss.dtype, float(loss)) == (jnp.float32, 3.75)
 
 
+@pytest.mark.steps
 @HALVES
 @pytest.mark.parametrize("weight", [40_000.0, 257.0, 1.0])
 def test_a_weight_may_be_more_than_16_bits_hold(group, dtype, weight):
@@ -131,6 +132,7 @@ def spectrum(params: Any, x: Any) -> jax.Array:
     return jnp.mean(jnp.abs(y - x[:, ::-1]) ** 2)
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, dtype):
@@ -151,6 +153,7 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
 ### Parameters of size zero
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("cap", [0, 25])
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
@@ -176,6 +179,7 @@ def test_an_empty_parameter_is_trained_like_any_other(group, schedule, cap, wher
         np.testing.assert_allclose(state.params["full"], 0.5 * full, rtol=1e-5)  # Adam's first step is its rate
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize(
     "hook",
@@ -211,6 +215,7 @@ def test_empty_parameters_go_with_hooks_and_repeated_no_sync_on_several_devices(
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, jnp.complex64, jnp.complex128]
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("cap", [0, 25])
 def test_a_tree_of_all_dtypes_keeps_them_and_averages_each_as_precisely_as_it_can(group, x64, schedule, cap):

@@ -27,6 +27,7 @@ def test_the_keyword_arguments_are_the_options_by_name_and_type():
     assert OptionArguments.__required_keys__ == frozenset()
 
 
+@pytest.mark.steps
 def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
     lines = CALLS.read_text().splitlines()
     wrong = [number for number, line in enumerate(lines, 1) if LET_PASS.search(line)]
@@ -50,6 +51,7 @@ def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):
     assert repr(step) == f"TrainStep(square, size=2, backend='local', schedule='fused', {plan})"
 
 
+@pytest.mark.steps
 @pytest.mark.parametrize("options", [{}, {"schedule": "eager"}, {"shard": "state", "schedule": "staged"}], ids=str)
 def test_a_used_up_state_says_so_in_one_line(group, options):
     step = fddp.train_step(square, optax.adam(0.1), group=group(2), **options)

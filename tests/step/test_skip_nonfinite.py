@@ -34,6 +34,7 @@ def bits(state: fddp.TrainState) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards]
 
 
+@pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_training_goes_on_as_if_the_batch_had_not_been(group: Any, schedule: str, accumulation_steps: int):
