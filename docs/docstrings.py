@@ -25,7 +25,7 @@ INTERNAL = {
         "recovery",
         "transport",
     ),
-    "step.train.TrainStep": ("held", "is_one_program", "on", "sent", "settled"),
+    "training.train_step.TrainStep": ("held", "is_one_program", "on", "optimizer", "sent", "settled"),
 }
 
 

@@ -142,8 +142,7 @@ class GPT(nn.Module):
         embed, norm = ends(self)
         x = drop(embed(tokens))
         kept = self.kept_layers()
-        # Layers are a Python loop and not `nn.scan`: a scan hands over the gradients of all layers at once,
-        # at its end, and then there is no backward pass left under which to send them.
+        # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py` has them in a scan.
         for i in range(self.layers):
             one = layer(self, f"layer_{i}")
             x = one(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, one, x)

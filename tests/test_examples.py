@@ -190,6 +190,13 @@ def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(h
     assert bits.findall(again) == bits.findall(calm) != []
 
 
+def test_pictures_find_their_texts_among_those_of_all_replicas(home: Path):
+    said = quick(home, "clip.py", devices=4)
+    assert "4 replicas, 128 pairs" in said
+    (found,) = numbers(r"nearest for (\d+)% of new pictures", said)
+    assert found > 80
+
+
 ### All of them
 
 TESTED = {
@@ -200,6 +207,7 @@ TESTED = {
     "sharded.py": test_each_replica_holds_its_part_and_what_it_saves_is_the_whole,
     "tensor_parallel.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
     "pipeline.py": test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns,
+    "clip.py": test_pictures_find_their_texts_among_those_of_all_replicas,
     "resume.py": test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended,
 }
 

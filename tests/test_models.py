@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import bert, gpt, mlp, resnet
+from models import bert, gpt, mlp, resnet, scanned
 
 pytestmark = pytest.mark.steps
 
@@ -247,6 +247,20 @@ def test_gpt_is_causal():
     before, after = map(logits("gpt"), (tokens, replaced(tokens, place)))
     np.testing.assert_array_equal(before[:, :place], after[:, :place])
     assert jnp.all(jnp.any(before[:, place:] != after[:, place:], axis=-1))
+
+
+def test_scanned_layers_compute_what_written_out_layers_do():
+    model = gpt.PRESETS["tiny"]
+    looped = scanned.scanned(model)
+    batch = gpt.batch(model, 2)
+    params, _ = gpt.init(model, jax.random.key(0), batch)
+    stacked = scanned.stacked(params)
+    assert jax.tree.map(jnp.shape, scanned.init(looped, jax.random.key(0), batch)[0]) == jax.tree.map(
+        jnp.shape, stacked
+    )
+    value, _ = jax.jit(gpt.loss_fn(model))(params, batch)
+    again, _ = jax.jit(scanned.loss_fn(looped))(stacked, batch)
+    np.testing.assert_allclose(again, value, rtol=1e-6)
 
 
 def test_layers_that_are_left_out_might_as_well_not_be_there():

@@ -26,6 +26,8 @@ from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import MiB as MiB
+from fddp.buckets.plan import Slice as Slice
+from fddp.buckets.plan import Travelling as Travelling
 from fddp.buckets.plan import at_least as at_least
 from fddp.buckets.plan import part_size as part_size
 from fddp.buckets.plan import place_scalars as place_scalars
@@ -44,6 +46,8 @@ from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import there as there
 from fddp.buckets.shards import unpack_rows as unpack_rows
 from fddp.buckets.shards import whole_forms as whole_forms
+from fddp.buckets.slices import fill_buckets as fill_buckets
+from fddp.buckets.slices import plan_with_slices as plan_with_slices
 from fddp.buckets.table_rows import add_table_rows as add_table_rows
 from fddp.buckets.table_rows import flags as flags
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows

@@ -1,9 +1,9 @@
 """The tail of a step: small numbers that travel beside the gradients, such as the loss, metrics and buffers.
 
 A tail is a small vector of exact floats behind a bucket. All are known when the forward pass ends. The weight is among
-them, and with it a gradient can be divided and used as soon as its own bucket is back: so a staged step sends the tail
-early. A step of one program sends it last: XLA's GPU scheduler overlaps less with a first bucket that waits for the
-loss too.
+them, and with it a gradient can be divided and used as soon as its own bucket is back: so a step sends the tail early.
+Behind the last bucket it would hold up every update until that is back, and nothing would be left to hide the last
+sums under: XLA puts the updates of earlier buckets there.
 """
 
 import math

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from fddp.buckets.plan import BucketPlan
+from fddp.buckets.plan import Bucket, BucketPlan
 
 
 def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
@@ -36,9 +36,12 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
         leaves = plan.treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ValueError(f"the tree does not fit the plan, which is for {plan.treedef}: {error}") from None
-    return tuple(
-        joined([_as_planned(plan, i, leaves[i]) for i in bucket.leaves], bucket.dtype) for bucket in plan.buckets
-    )
+
+    def taken(i: int, bucket: Bucket) -> Array:
+        leaf = _as_planned(plan, i, leaves[i])
+        return leaf if bucket.slice is None else jax.lax.slice_in_dim(leaf, *bucket.slice)
+
+    return tuple(joined([taken(i, bucket) for i in bucket.leaves], bucket.dtype) for bucket in plan.buckets)
 
 
 def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
@@ -58,12 +61,19 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
     planned = [(b.size,) for b in plan.buckets]
     if got != planned:
         raise ValueError(f"buckets of shapes {got} do not fit the plan, which has {planned}.")
-    leaves: list[Any] = [None] * len(plan.leaves)
+    came: list[dict[int, Array]] = [{} for _ in plan.leaves]  # leaf → where a slice begins → the slice
     for bucket, flat in zip(plan.buckets, buckets):
-        pieces = jax.lax.split(flat, [plan.leaves[i].size for i in bucket.leaves])
-        for i, piece in zip(bucket.leaves, pieces):
-            leaves[i] = piece.reshape(plan.leaves[i].shape)
-    return jax.tree.unflatten(plan.treedef, leaves)
+        leaves = plan.travelling(bucket)
+        for i, leaf, piece in zip(bucket.leaves, leaves, jax.lax.split(flat, [leaf.size for leaf in leaves])):
+            came[i][bucket.slice.begin if bucket.slice else 0] = piece.reshape(leaf.shape)
+    return jax.tree.unflatten(plan.treedef, [_put_together(pieces) for pieces in came])
+
+
+def _put_together(pieces: dict[int, Array]) -> Array | None:
+    """Puts a leaf together of its slices; None, if it has none."""
+    if len(pieces) < 2:
+        return next(iter(pieces.values()), None)
+    return jnp.concatenate([pieces[begin] for begin in sorted(pieces)])
 
 
 def joined(pieces: list[Array], dtype: np.dtype) -> Array:

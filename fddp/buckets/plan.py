@@ -53,6 +53,31 @@ class Rows(NamedTuple):
     of: int
 
 
+class Slice(NamedTuple):
+    """Some rounds of a loop over layers: a slice along the first dim of what has a slice for each round."""
+
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"[{self.begin}:{self.end}]"
+
+    def dims(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The dims of this slice of an array with the dims `whole`."""
+        return self.end - self.begin, *whole[1:]
+
+
+class Travelling(NamedTuple):
+    """A leaf of a plan, or the slice of one, that travels in one piece."""
+
+    leaf: int
+    """The number of the leaf."""
+    slice: Slice | None = None
+    """None: all of it."""
+    loop: int = 0
+    """The number of the loop that makes the slice."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Leaves of one dtype that travel together, in the order in which they lie in the bucket."""
@@ -68,6 +93,8 @@ class Bucket:
     rows: Rows | None = None
     """The room for rows, if its only leaf travels as rows with their numbers; the rest then travels only if a replica
     has more rows than that. None: all of it travels."""
+    slice: Slice | None = None
+    """The slice of its leaves that travels, if a loop makes their gradients slice by slice; None: all of them."""
 
     @property
     def word(self) -> int:
@@ -117,6 +144,20 @@ class BucketPlan:
     parts: int = 1
     """Number of equal parts in which each leaf is scattered and gathered, one a replica; 1: it is summed whole."""
 
+    def travelling(self, bucket: Bucket) -> tuple[Leaf, ...]:
+        """Gives the leaves of a bucket with the dims in which they travel in it.
+
+        Args:
+          bucket: one of the plan's.
+
+        Returns:
+          The leaves; where slices travel, in the forms of slices.
+        """
+        leaves = [self.leaves[i] for i in bucket.leaves]
+        if bucket.slice is None:
+            return tuple(leaves)
+        return tuple(replace(x, name=f"{x.name}{bucket.slice}", shape=bucket.slice.dims(x.shape)) for x in leaves)
+
     @property
     def padding(self) -> int:
         """Bytes of padding: zeros behind leaves whose size the number of parts does not divide."""
@@ -131,14 +172,14 @@ class BucketPlan:
     @property
     def summary(self) -> str:
         """The plan in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
-        sent = sum(len(b.leaves) for b in self.buckets)
+        sent = len({i for b in self.buckets for i in b.leaves})
         total = sum(b.nbytes for b in self.buckets) / MiB
         return f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
 
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
-        buckets = (f"{bucket.leaves} {bucket.rows or ''}".rstrip() for bucket in self.buckets)
+        buckets = (f"{bucket.leaves} {bucket.rows or bucket.slice or ''}".rstrip() for bucket in self.buckets)
         parts = [f"in {self.parts} parts"] if self.parts > 1 else []
         text = [*map(str, self.leaves), *buckets, *map(str, self.messages), *parts]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
@@ -171,8 +212,8 @@ def place_scalars(
     Args:
       plan: the buckets.
       dtype: a real dtype that holds every scalar.
-      early: whether they travel early: for schedules that use a bucket while the next one travels, and for buckets
-        that are sent only if a replica used one of their leaves.
+      early: whether they travel early, as those of a step do: a bucket is then used while the next one travels, or is
+        sent only if a replica used one of its leaves.
       exact: whether buckets arrive as they were sent; not so when a hook changes them, or when they may not be sent.
 
     Returns:

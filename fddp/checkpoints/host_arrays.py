@@ -150,7 +150,7 @@ def _part(name: str) -> str:
 
 def _apart(group: Group, name: str) -> bool:
     """Whether each rank has an array of its own there, of its replica: without a mesh no array is of all."""
-    return group.axis_name is None and _part(name) in OWN
+    return not group.placement.on_mesh and _part(name) in OWN
 
 
 def _form(group: Group, name: str, x: Any) -> str:

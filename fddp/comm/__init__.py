@@ -27,13 +27,13 @@ from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import alone as alone
 from fddp.comm.lane import Lane as Lane
 from fddp.comm.meanwhile import reports as reports
-from fddp.comm.mesh import AXIS as AXIS
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels
 from fddp.comm.mesh import mesh_transport as mesh_transport
 from fddp.comm.mesh import replica_mesh as replica_mesh
 from fddp.comm.mesh_programs import mesh_placement as mesh_placement
 from fddp.comm.mpi import mpi_group as mpi_group
+from fddp.comm.placement import AXIS as AXIS
 from fddp.comm.placement import REPLICATED as REPLICATED
 from fddp.comm.placement import Placement as Placement
 from fddp.comm.placement import add_replica_dim as add_replica_dim
@@ -43,6 +43,7 @@ from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
+from fddp.comm.placement import trace_again as trace_again
 from fddp.comm.recovery import Recovery as Recovery
 from fddp.comm.recovery import leave as leave
 from fddp.comm.recovery import poll as poll

@@ -87,13 +87,13 @@ def mpi_communicator(comm: Any) -> Communicator:
     import mpi4jax
     from mpi4py import MPI
 
-    exchange = _moving(partial(mpi4jax.alltoall, comm=comm))
+    exchange = exact_bits(partial(mpi4jax.alltoall, comm=comm))
     communicator = Communicator(
         size=comm.size,
         replica_index=lambda: jnp.int32(comm.rank),
         all_reduce=lambda x: mpi4jax.allreduce(mpi_word(x), op=MPI.SUM, comm=comm).astype(x.dtype),
         all_to_all=exchange,
-        all_gather=_moving(partial(mpi4jax.allgather, comm=comm)),
+        all_gather=exact_bits(partial(mpi4jax.allgather, comm=comm)),
         reduce_scatter=partial(_exchanged_and_added, exchange),
     )
     return _of_one(communicator)
@@ -154,7 +154,7 @@ def mpi_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
-def _moving(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def exact_bits(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """Makes a collective that only moves numbers move the bits of 16-bit floats, as MPI knows no such numbers."""
 
     def move(x: Array) -> Array:

@@ -74,13 +74,13 @@ class Group:
 
     @property
     def axis_name(self) -> str | None:
-        """The axis for collectives inside a loss (BatchNorm's `axis_name`); None under MPI, which has no mesh."""
+        """The replicas' axis, for collectives inside a loss (BatchNorm's `axis_name`); on every backend."""
         return self.placement.axis_name
 
     @property
     def shard_ranks(self) -> tuple[int, ...] | None:
         """The processes that hold a shard of this group (`Shard.ranks`); None on a mesh, which its arrays name."""
-        return None if self.placement.axis_name else self.global_ranks
+        return None if self.placement.on_mesh else self.global_ranks
 
     @property
     def is_main(self) -> bool:

@@ -17,13 +17,11 @@ from fddp.comm.group import Group
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.mesh_programs import first_devices, mesh_placement
-from fddp.comm.placement import REPLICATED, Placement, from_process
+from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import coordination_client
-
-AXIS = "replica"
 
 
 def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:

@@ -42,14 +42,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
     fed_by_programs = single and sharding(per_replica).is_fully_addressable
     view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
 
-    def spec(x: Any) -> PartitionSpec:
-        own = getattr(x, "sharding", None)
-        if single or not isinstance(own, NamedSharding) or not _same_devices(own.mesh, mesh):
-            return REPLICATED
-        entries = [_without(entry, axis_name) for entry in own.spec]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+    spec = (lambda x: REPLICATED) if single else partial(_along_others, mesh, axis_name)
 
     def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
         # `over_axes` sets check_vma=False: gradients stay each replica's own until we sum them, not leaf by leaf.
@@ -79,6 +72,8 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
 
     return Placement(
         axis_name=axis_name,
+        axis_size=mesh.shape[axis_name],
+        on_mesh=True,
         per_replica=per_replica,
         replicas_in_array=mesh.shape[axis_name],
         # With several steps under way all threads of XLA:CPU may wait in all-reduces, for devices that have none left.
@@ -100,6 +95,17 @@ def first_devices(mesh: Mesh) -> list[Any]:
     for device in mesh.devices.flat:
         first.setdefault(device.process_index, device)
     return list(first.values())
+
+
+def _along_others(mesh: Mesh, axis_name: str, x: Any) -> PartitionSpec:
+    """Reads how the user placed an array along the axes of a mesh beside that of the replicas."""
+    own = getattr(x, "sharding", None)
+    if not isinstance(own, NamedSharding) or not _same_devices(own.mesh, mesh):
+        return REPLICATED
+    entries = [_without(entry, axis_name) for entry in own.spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _same_devices(mesh: Any, other: Mesh) -> bool:

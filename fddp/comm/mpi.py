@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Shaped, UInt8
 
 from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed_alike
+from fddp.comm.mpi_programs import mpi_placement
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.summation_tree import parts_for_each, sum_of_parts
 from fddp.comm.transport import Bytes, Hosts, Transport
@@ -47,8 +46,8 @@ def mpi_group(comm: Any) -> Group:
 
     from mpi4py import MPI
 
-    # Messages inside programs (mpi4jax), between programs, of the hosts, after an error, and the user's own must never
-    # meet: each kind has a communicator of its own.
+    # Messages inside programs (mpi4jax), of a loss, between programs, of the hosts, after an error, and the user's own
+    # must never meet: each kind has a communicator of its own.
     transport = mpi_transport(comm.Clone())
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
@@ -60,7 +59,7 @@ def mpi_group(comm: Any) -> Group:
         size=comm.size,
         backend="mpi",
         global_ranks=tuple(MPI.Group.Translate_ranks(ranks, None, whole)),
-        placement=mpi_placement(),
+        placement=mpi_placement(comm.Clone()),
         communicator=communicator,
         transport=transport,
         hosts=hosts,
@@ -68,34 +67,6 @@ def mpi_group(comm: Any) -> Group:
         make_subgroup=lambda ranks: mpi_group(comm.Create_group(comm.Get_group().Incl(list(ranks)))),
         clone=lambda count: (transport, *(mpi_transport(comm.Clone()) for _ in range(count - 1))),
         levels=mpi_levels(comm, communicator, hosts),
-    )
-
-
-def mpi_placement() -> Placement:
-    """Makes the placement of replicas of one device a process, without a mesh: every array lies on that device."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
-        del in_specs, out_specs
-        return jax.jit(f, donate_argnums=tuple(donate))
-
-    def place(tree: Any, spec: PartitionSpec) -> Any:
-        del spec
-        return placed_alike(tree, here)
-
-    return Placement(
-        axis_name=None,
-        per_replica=REPLICATED,
-        replicas_in_array=1,
-        shares_cores=False,
-        view=WHOLE,
-        spec=lambda x: REPLICATED,
-        program=program,
-        place=place,
-        holds=partial(held_alike, here),
-        each=lambda x: (x,),
-        together=lambda arrays, spec: arrays[0],
-        feed=lambda rows: rows,
     )
 
 

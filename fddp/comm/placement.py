@@ -20,13 +20,19 @@ from fddp.jax_internals import ClosedJaxpr, asked_for, parts_here
 REPLICATED = PartitionSpec()
 # The view of a replica of one device: a mesh without axes.
 WHOLE = AbstractMesh((), ())
+# The name of the replicas' axis, where the user has no mesh with another one.
+AXIS = "replica"
 
 
 class Placement(NamedTuple):
     """The devices of a group's replicas, as programs and arrays see them."""
 
     axis_name: str | None
-    """Name of the mesh axis for collectives inside a loss; None where there is no mesh."""
+    """Name of the replicas' axis, for collectives inside a loss; None where they have nobody to speak to."""
+    axis_size: int
+    """Number of replicas along it."""
+    on_mesh: bool
+    """Whether they are devices of one mesh, over which an array may lie; else each has arrays of its own."""
     per_replica: PartitionSpec
     """Spec of an array whose rows differ between replicas: concatenated over replicas along dim 0."""
     replicas_in_array: int
@@ -58,9 +64,15 @@ class Placement(NamedTuple):
 
 def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     """Traces a function of one replica: gives its program, and the shapes of its results; nothing runs."""
-    axes = [(placement.axis_name, placement.replicas_in_array)] if placement.axis_name else None
+    axes = [(placement.axis_name, placement.axis_size)] if placement.axis_name else None
     with jax.sharding.use_abstract_mesh(placement.view):
         return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*jax.tree.map(_form, args))
+
+
+def trace_again(placement: Placement, closed: ClosedJaxpr, f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Traces a function that is given the inputs of a program, and other arguments behind them."""
+    forms = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
+    return trace(placement, f, *forms, *args)[0]
 
 
 def _form(x: Any) -> jax.ShapeDtypeStruct:

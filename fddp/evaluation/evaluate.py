@@ -115,13 +115,13 @@ def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 def _alone(group: Group) -> Placement:
     """The devices of this process, for programs of its own; under MPI all programs are."""
-    return group.placement if group.axis_name is None else group.make_subgroup([group.rank]).placement
+    return group.make_subgroup([group.rank]).placement if group.placement.on_mesh else group.placement
 
 
 def _own(group: Group, here: Placement, tree: Any) -> Any:
     """A tree that is equal on all replicas, on this process's own devices alone; nothing is copied or sent."""
     tree = group.placement.place(tree, REPLICATED)
-    if here.axis_name is None:
+    if not here.on_mesh:
         return tree
     mesh = here.place(np.zeros(()), REPLICATED).sharding.mesh
 

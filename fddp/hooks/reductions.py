@@ -89,7 +89,7 @@ def reductions(
             return one._replace(collective="all_gather", replicas=replicas)
         if bucket.rows:  # the message before this one had its rows, and says whether any are left
             return one._replace(asks=Asks(number - 1, flags(bucket, replicas)))
-        forms = tuple(jax.ShapeDtypeStruct(plan.leaves[i].shape, plan.leaves[i].dtype) for i in bucket.leaves)
+        forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(bucket))
         apply = None if hook is None else partial(_hooked, hook, forms)
         return one._replace(apply=apply, asks=None if mask is None else Asks(0, tuple(place[i] for i in bucket.leaves)))
 

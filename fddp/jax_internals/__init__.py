@@ -7,13 +7,20 @@ Every other room imports this room, which imports none.
 
 from fddp.jax_internals.arrays import given_away as given_away
 from fddp.jax_internals.arrays import parts_here as parts_here
+from fddp.jax_internals.collective_equations import COLLECTIVES as COLLECTIVES
+from fddp.jax_internals.collective_equations import INDEX as INDEX
+from fddp.jax_internals.collective_equations import axes_of as axes_of
+from fddp.jax_internals.collective_equations import exchanged_dims as exchanged_dims
+from fddp.jax_internals.collective_equations import gathered_dim as gathered_dim
+from fddp.jax_internals.collective_equations import scattered_dim as scattered_dim
+from fddp.jax_internals.collective_equations import sets_of as sets_of
+from fddp.jax_internals.collective_equations import ways_of as ways_of
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import with_configuration as with_configuration
 from fddp.jax_internals.configuration import without_jit as without_jit
 from fddp.jax_internals.jaxprs import CALLS as CALLS
-from fddp.jax_internals.jaxprs import COLLECTIVES as COLLECTIVES
 from fddp.jax_internals.jaxprs import OWN_DERIVATIVE as OWN_DERIVATIVE
 from fddp.jax_internals.jaxprs import REMATERIALISED as REMATERIALISED
 from fddp.jax_internals.jaxprs import WRAPPERS as WRAPPERS
@@ -23,6 +30,8 @@ from fddp.jax_internals.jaxprs import JaxprEqn as JaxprEqn
 from fddp.jax_internals.jaxprs import Literal as Literal
 from fddp.jax_internals.jaxprs import Var as Var
 from fddp.jax_internals.jaxprs import acts as acts
+from fddp.jax_internals.jaxprs import along_first_dim as along_first_dim
+from fddp.jax_internals.jaxprs import barrier_before as barrier_before
 from fddp.jax_internals.jaxprs import branches as branches
 from fddp.jax_internals.jaxprs import callbacks as callbacks
 from fddp.jax_internals.jaxprs import called_program as called_program
@@ -31,6 +40,7 @@ from fddp.jax_internals.jaxprs import dims_of_reduction as dims_of_reduction
 from fddp.jax_internals.jaxprs import inner_programs as inner_programs
 from fddp.jax_internals.jaxprs import is_for_platforms as is_for_platforms
 from fddp.jax_internals.jaxprs import jaxpr_as_fun as jaxpr_as_fun
+from fddp.jax_internals.jaxprs import joins_first_dim as joins_first_dim
 from fddp.jax_internals.jaxprs import loop_parts as loop_parts
 from fddp.jax_internals.jaxprs import make_program as make_program
 from fddp.jax_internals.jaxprs import new_variable as new_variable
@@ -39,8 +49,10 @@ from fddp.jax_internals.jaxprs import over_axes as over_axes
 from fddp.jax_internals.jaxprs import permutes as permutes
 from fddp.jax_internals.jaxprs import rematerialised as rematerialised
 from fddp.jax_internals.jaxprs import run_again as run_again
+from fddp.jax_internals.jaxprs import run_as_it_is as run_as_it_is
 from fddp.jax_internals.jaxprs import scan_body as scan_body
 from fddp.jax_internals.jaxprs import scattered_rows as scattered_rows
+from fddp.jax_internals.jaxprs import shorter_scan as shorter_scan
 from fddp.jax_internals.jaxprs import while_programs as while_programs
 from fddp.jax_internals.processes import backends_started as backends_started
 from fddp.jax_internals.processes import coordination_client as coordination_client

@@ -27,11 +27,6 @@ REMATERIALISED = {"remat2", "checkpoint"}
 OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call"}
 CALLS = WRAPPERS | REMATERIALISED | OWN_DERIVATIVE
 
-COLLECTIVES = {
-    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather"),
-    *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
-}
-
 
 def make_program(
     like: ClosedJaxpr,
@@ -117,6 +112,12 @@ def called_program(eqn: JaxprEqn) -> ClosedJaxpr:
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
+def run_as_it_is(program: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Runs an equation of a program under its own name and place in the source; `args` are its inputs in order."""
+    inputs: dict[Var, Any] = {v: x for v, x in zip(eqn.invars, args) if not isinstance(v, Literal)}
+    return jaxpr_as_fun(make_program(program, [eqn], list(inputs), eqn.outvars))(*inputs.values())
+
+
 def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
     """An equation with other arguments, under its own rules. Relies on `bind` and `get_bind_params`."""
     return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
@@ -125,6 +126,16 @@ def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
 def rematerialised(f: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
     """A function as one of `REMATERIALISED` calls its own. Relies on the parameters `prevent_cse` and `policy`."""
     return jax.checkpoint(f, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+
+
+def barrier_before(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The program that hands one of `REMATERIALISED` its inputs, so that XLA does compute it twice.
+
+    Relies on the parameters `differentiated` and `prevent_cse`, and on the barrier with which JAX lowers them.
+    """
+    twice = eqn.params["differentiated"] and eqn.params["prevent_cse"]
+    hand_on = jax.lax.optimization_barrier if twice else tuple
+    return jax.make_jaxpr(lambda *args: hand_on(args))(*called_program(eqn).in_avals)
 
 
 def branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
@@ -140,6 +151,27 @@ def is_for_platforms(eqn: JaxprEqn) -> bool:
 def scan_body(eqn: JaxprEqn) -> tuple[ClosedJaxpr, dict[str, Any]]:
     """The program of a round, and `length`, `reverse`, `unroll` as `jax.lax.scan` takes them. Relies on their names."""
     return eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+
+def shorter_scan(eqn: JaxprEqn, length: int, args: Sequence[Any]) -> list[Any]:
+    """Runs some of a `scan`'s rounds. Relies on its parameters `length`, `unroll` and `jaxpr`, and on `bind`."""
+    return eqn.primitive.bind(*args, **{**eqn.params, "length": length, "unroll": min(length, eqn.params["unroll"])})
+
+
+def along_first_dim(eqn: JaxprEqn) -> tuple[int, int] | None:
+    """Begin and end, if it takes a slice along the first dim alone. Relies on the parameters of `slice`."""
+    if eqn.primitive.name != "slice" or set(eqn.params["strides"] or [1]) != {1}:
+        return None
+    starts = eqn.params["start_indices"]
+    limits = eqn.params["limit_indices"]
+    operand: Any = eqn.invars[0].aval
+    whole = not any(starts[1:]) and tuple(limits[1:]) == tuple(operand.shape[1:])
+    return (starts[0], limits[0]) if starts and whole else None
+
+
+def joins_first_dim(eqn: JaxprEqn) -> bool:
+    """Whether it is a `concatenate` along the first dim. Relies on the parameter `dimension`."""
+    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
 
 
 def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:

@@ -5,7 +5,9 @@ program is cut, and the parameters that it uses. This room imports no other.
 """
 
 from fddp.jaxpr.equations import collectives as collectives
+from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
+from fddp.jaxpr.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import is_used_up as is_used_up
 from fddp.jaxpr.leaves import merge as merge
@@ -26,6 +28,10 @@ from fddp.jaxpr.part_program import AtHome as AtHome
 from fddp.jaxpr.part_program import Ranks as Ranks
 from fddp.jaxpr.part_program import on_parts as on_parts
 from fddp.jaxpr.part_program import spread as spread
+from fddp.jaxpr.rounds import Stack as Stack
+from fddp.jaxpr.rounds import in_slices as in_slices
+from fddp.jaxpr.rounds import slices_made as slices_made
+from fddp.jaxpr.rounds import stacks as stacks
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut

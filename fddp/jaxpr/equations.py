@@ -6,12 +6,14 @@ from typing import Any
 from fddp.jax_internals import (
     COLLECTIVES,
     OWN_DERIVATIVE,
+    REMATERIALISED,
     WRAPPERS,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
     Var,
+    barrier_before,
     called_program,
     inner_programs,
     make_program,
@@ -23,6 +25,7 @@ CHEAP = {
     *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
     *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
+    "dynamic_slice",
 }
 
 
@@ -34,7 +37,8 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
       calls: names of the equations whose contents are written out: those of `CALLS`, or fewer.
 
     Returns:
-      An equal program without these. Loops, branches and, by default, rematerialised parts stay single equations.
+      An equal program without these. Loops, branches and, by default, rematerialised parts stay single equations; but
+      not a part that holds a loop over layers, whose rounds are then equations like those of any other loop.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
@@ -53,6 +57,8 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
             inputs = [read(atom) for atom in eqn.invars]
             if eqn.primitive.name in calls:
                 outputs = write(called_program(eqn), inputs)
+            elif eqn.primitive.name in REMATERIALISED and _loops(eqn):
+                outputs = write(called_program(eqn), write(barrier_before(eqn), inputs))
             else:
                 outputs = [new_variable(var) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=inputs, outvars=outputs))
@@ -80,6 +86,13 @@ def cheap(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
         return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)
     return eqn.primitive.name in CHEAP
+
+
+def _loops(eqn: JaxprEqn) -> bool:
+    """Whether a rematerialised part holds a `scan`, be it in a nested `jit`."""
+    nested = WRAPPERS | REMATERIALISED
+    inside = called_program(eqn).jaxpr.eqns
+    return any(one.primitive.name == "scan" or (one.primitive.name in nested and _loops(one)) for one in inside)
 
 
 def _collectives(jaxpr: Jaxpr) -> set[str]:

@@ -23,6 +23,7 @@ from fddp.jax_internals import (
     scan_body,
     scattered_rows,
 )
+from fddp.jaxpr.flow import flow
 
 # The result has a row where the first input has one.
 OF_FIRST = {"neg", "convert_element_type", "copy", "div", "real", "reduce_precision", "pad"}
@@ -56,21 +57,23 @@ def touched_rows(closed: ClosedJaxpr) -> Counts:
 
 def _flow(jaxpr: Jaxpr, inputs: Counts) -> Counts:
     """Finds the counts of a program's outputs from those of its inputs."""
-    counts: dict[Any, int] = dict(zip(jaxpr.invars, inputs))
-
-    def of(atom: Any) -> int:
-        if isinstance(atom, Literal):
-            return EVERY if np.any(atom.val) else 0
-        return counts.get(atom, _rows(atom))  # a constant has all rows
-
-    for eqn in jaxpr.eqns:
-        made = _through(eqn, [of(atom) for atom in eqn.invars])
-        counts.update((var, min(count, _rows(var))) for var, count in zip(eqn.outvars, made))
+    of = flow(jaxpr, inputs, _through, _of_source)
     return [of(atom) for atom in jaxpr.outvars]
 
 
+def _of_source(atom: Any) -> int:
+    """The count of a literal or a constant; a constant has all rows."""
+    if isinstance(atom, Literal):
+        return EVERY if np.any(atom.val) else 0
+    return _rows(atom)
+
+
 def _through(eqn: JaxprEqn, inputs: Counts) -> Counts:
-    """Finds the counts of one equation's outputs."""
+    """Finds the counts of one equation's outputs: no more than all their rows."""
+    return [min(count, _rows(var)) for count, var in zip(_made(eqn, inputs), eqn.outvars)]
+
+
+def _made(eqn: JaxprEqn, inputs: Counts) -> Counts:
     name = eqn.primitive.name
     if name in OF_FIRST:
         return inputs[:1]

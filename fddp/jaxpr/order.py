@@ -7,12 +7,14 @@ Source: Li et al. (VLDB 2020), section 3.2.3; `Reducer::rebuild_buckets` in PyTo
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count as count_up
 from typing import Any
 
 import jax
 
-from fddp.jax_internals import ClosedJaxpr, Literal, Var
+from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var
 from fddp.jaxpr.equations import cheap, straighten
+from fddp.jaxpr.flow import flow
 from fddp.jaxpr.leaves import differentiable, merge, split
 
 
@@ -60,15 +62,14 @@ def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
       Their numbers. Outputs of one equation (a `scan` over layers gives all at once) are in reverse order, DDP's guess.
     """
     jaxpr = straighten(closed).jaxpr
-    places: dict[Var, int] = {}
+    numbers = count_up()
 
-    def place(atom: Any) -> int:
-        # A gradient that no equation makes (a constant, an input) is ready before the first.
-        return -1 if isinstance(atom, Literal) else places.get(atom, -1)
+    def made(eqn: JaxprEqn, places: list[int]) -> list[int]:
+        at = next(numbers)
+        return [max(places, default=-1) if cheap(eqn) else at] * len(eqn.outvars)
 
-    for at, eqn in enumerate(jaxpr.eqns):
-        made = max(map(place, eqn.invars), default=-1) if cheap(eqn) else at
-        places.update(dict.fromkeys(eqn.outvars, made))
+    # A gradient that no equation makes (a constant, an input) is ready before the first.
+    place = flow(jaxpr, [-1] * len(jaxpr.invars), made, lambda atom: -1)
     return tuple(sorted(range(count), key=lambda k: (place(jaxpr.outvars[k]), -k)))
 
 

@@ -9,10 +9,24 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from fddp.jax_internals import ClosedJaxpr, Jaxpr, Literal, Var, acts, inner_programs, jaxpr_as_fun, make_program
-from fddp.jaxpr.equations import cheap, straighten
+from fddp.jax_internals import (
+    COLLECTIVES,
+    INDEX,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    acts,
+    inner_programs,
+    jaxpr_as_fun,
+    make_program,
+)
+from fddp.jaxpr.equations import cheap, collectives, straighten
+from fddp.jaxpr.flow import arrival, flow
 
 PRODUCTS = {"dot_general", "conv_general_dilated"}
+OF_A_REPLICA = COLLECTIVES | {INDEX}
 
 
 @dataclass(frozen=True)
@@ -27,9 +41,19 @@ class Stage:
     """Numbers of the values that it writes for later stages."""
     results: int
     """Number of the program's outputs that it makes."""
+    alike: tuple[bool, ...] = ()
+    """Marks the values that it writes of which all replicas make the same."""
+    speaks: bool = False
+    """Whether it holds collectives."""
 
 
-def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | None = None) -> tuple[Stage, ...]:
+def cut(
+    closed: ClosedJaxpr,
+    groups: Sequence[int],
+    comes: Mapping[int, int] | None = None,
+    own: Sequence[int] = (),
+    between: Sequence[int] = (),
+) -> tuple[Stage, ...]:
     """Cuts a program into stages, one for each group of its outputs, and more where its inputs come late.
 
     A group's stage holds, in their order, the equations that the group needs and no earlier stage has. So no stage
@@ -42,6 +66,8 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
       closed: the program.
       groups: number of outputs of each group, in the order in which the groups are to be ready.
       comes: number of an input → when it comes; the others are there from 0.
+      own: numbers of the inputs of which each replica has its own.
+      between: numbers of outputs that are no results: they are made with their group, for later stages.
 
     Returns:
       The stages; their results, one stage after the other, are the outputs of one group after the other.
@@ -67,12 +93,20 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
     when = _when(jaxpr, comes or {})
     members, results = _by_arrival(jaxpr, _members(jaxpr, results, maker), results, when)
     pairs = [_remade(jaxpr, own, result, maker) for own, result in zip(members, results)]
+    passing = {jaxpr.outvars[number] for number in between}
+    results = [[v for v in result if isinstance(v, Literal) or v not in passing] for result in results]
     consts = dict(zip(jaxpr.constvars, program.consts))
     needs = [[v for v in need if v not in consts] for _, need in pairs]
     # A stage hands on the values of its own that a later stage reads.
     gives = [
         _ordered(v for need in needs[k + 1 :] for v in need if maker.get(v) in own) for k, own in enumerate(members)
     ]
+    differs = flow(
+        jaxpr,
+        [number in own for number in range(len(jaxpr.invars))],
+        lambda eqn, given: [any(given) or _is_of_a_replica(eqn)] * len(eqn.outvars),
+        lambda atom: False,
+    )
     number = {var: n for n, var in enumerate([*jaxpr.invars, *(v for given in gives for v in given)])}
 
     def stage(k: int) -> Stage:
@@ -85,6 +119,8 @@ def cut(closed: ClosedJaxpr, groups: Sequence[int], comes: Mapping[int, int] | N
             reads=tuple(number[v] for v in needs[k]),
             writes=tuple(number[v] for v in gives[k]),
             results=len(results[k]),
+            alike=tuple(not differs(v) for v in gives[k]),
+            speaks=bool(collectives(body)),
         )
 
     return tuple(stage(k) for k in range(len(members)))
@@ -107,7 +143,7 @@ def arrivals(closed: ClosedJaxpr, inputs: Mapping[int, int]) -> list[int]:
     """
     jaxpr = straighten(closed).jaxpr
     when = _when(jaxpr, inputs)
-    return [_latest([atom], when) for atom in jaxpr.outvars]
+    return [when([atom]) for atom in jaxpr.outvars]
 
 
 def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
@@ -136,29 +172,30 @@ def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
     return any(jaxpr.eqns[at].primitive.name in PRODUCTS or inner_programs(jaxpr.eqns[at]) for at in alone)
 
 
-def _when(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> dict[Var, int]:
-    """Maps each value to the time when its last input comes; values that wait for none are left out."""
-    when = {jaxpr.invars[number]: comes for number, comes in inputs.items()}
-    for eqn in jaxpr.eqns:
-        if last := _latest(eqn.invars, when):
-            when.update(dict.fromkeys(eqn.outvars, last))
-    return when
+def _is_of_a_replica(eqn: JaxprEqn) -> bool:
+    """Whether an equation's results may differ between replicas, whatever it is given."""
+    return acts(eqn) or eqn.primitive.name in OF_A_REPLICA or bool(inner_programs(eqn))
 
 
-def _latest(atoms: Iterable[Any], when: Mapping[Var, int]) -> int:
-    return max((when.get(var, 0) for var in _variables(atoms)), default=0)
+def _when(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Iterable[Any]], int]:
+    """Finds when the last of some values can be made; those that wait for no input can be from 0."""
+    of = arrival(jaxpr, inputs)
+    return lambda atoms: max(map(of, atoms), default=0)
 
 
 def _by_arrival(
-    jaxpr: Jaxpr, members: Sequence[set[int]], results: Sequence[Sequence[Any]], when: Mapping[Var, int]
+    jaxpr: Jaxpr,
+    members: Sequence[set[int]],
+    results: Sequence[Sequence[Any]],
+    when: Callable[[Iterable[Any]], int],
 ) -> tuple[list[set[int]], list[Sequence[Any]]]:
     """Splits each group's equations by the inputs that they wait for; the last of these stages has all its results."""
     parts = list[set[int]]()
     made = list[Sequence[Any]]()
     latest = 0
     for own, result in zip(members, results):
-        waits = {at: max(latest, _latest(jaxpr.eqns[at].invars, when)) for at in own}
-        latest = max([latest, _latest(result, when), *waits.values()])
+        waits = {at: max(latest, when(jaxpr.eqns[at].invars)) for at in own}
+        latest = max([latest, when(result), *waits.values()])
         for stop in sorted({*waits.values(), latest}):
             parts.append({at for at in own if waits[at] == stop})
             made.append(result if stop == latest else ())

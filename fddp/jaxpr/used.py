@@ -6,6 +6,7 @@ Source: DDP's `find_unused_parameters`: `prepare_for_backward` in PyTorch's `red
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from fddp.jax_internals import (
     OWN_DERIVATIVE,
     Jaxpr,
     JaxprEqn,
-    Literal,
     branches,
     called_program,
     is_for_platforms,
@@ -25,6 +25,7 @@ from fddp.jax_internals import (
     scan_body,
     while_programs,
 )
+from fddp.jaxpr.flow import flow
 from fddp.jaxpr.leaves import differentiable
 
 Sources = frozenset[int]
@@ -62,15 +63,14 @@ def origins(leaves: Sequence[Any]) -> Sets:
 
 def _flow(jaxpr: Jaxpr, inputs: Sets, choose: Choose) -> Sets:
     """Finds the sets of a program's outputs from those of its inputs."""
-    env: dict[Any, Sources] = dict(zip(jaxpr.invars, inputs))
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, flow_through(eqn, sources_of(env, eqn.invars), choose)))
-    return sources_of(env, jaxpr.outvars)
+    of = flow(jaxpr, inputs, partial(flow_through, choose=choose), of_no_leaf)
+    return [of(atom) for atom in jaxpr.outvars]
 
 
-def sources_of(env: dict[Any, Sources], atoms: Sequence[Any]) -> Sets:
-    # Literals and constants come from no leaf.
-    return [NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING) for atom in atoms]
+def of_no_leaf(atom: Any) -> Sources:
+    """The set of a literal or a constant."""
+    del atom
+    return NOTHING
 
 
 def flow_through(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:

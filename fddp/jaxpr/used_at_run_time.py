@@ -20,18 +20,17 @@ from fddp.jax_internals import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,
-    Var,
     branches,
     called_program,
     jaxpr_as_fun,
     loop_parts,
-    make_program,
     rematerialised,
     run_again,
+    run_as_it_is,
     scan_body,
     while_programs,
 )
-from fddp.jaxpr.used import NOTHING, Sets, Sources, can_have_gradient, flow_through, ignored_inputs, origins, sources_of
+from fddp.jaxpr.used import NOTHING, Sets, Sources, can_have_gradient, flow_through, ignored_inputs, origins
 
 Loss = TypeVar("Loss")
 Aux = TypeVar("Aux")
@@ -84,13 +83,16 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
     def value(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
+    def sources(atoms: Sequence[Any]) -> Sets:
+        return [NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING) for atom in atoms]
+
     for eqn in jaxpr.eqns:
         given = [value(atom) for atom in eqn.invars]
-        came_from = sources_of(env, eqn.invars)
+        came_from = sources(eqn.invars)
         possible = flow_through(eqn, came_from, frozenset.union)
         certain = flow_through(eqn, came_from, frozenset.intersection)
         if possible == certain:
-            made = _run(closed, eqn, given)
+            made = run_as_it_is(closed, eqn, given)
         else:
             made, rows = _with_masks(eqn, given, came_from, masks)
             # A set that the run decides becomes a mask with a number of its own.
@@ -99,13 +101,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], inputs: Sets, masks: Mas
             masks = (*masks, *rows)
         values.update(zip(eqn.outvars, made))
         env.update(zip(eqn.outvars, possible))
-    return [value(atom) for atom in jaxpr.outvars], sources_of(env, jaxpr.outvars), masks
-
-
-def _run(closed: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation as it is, under its own name and place in the source."""
-    inputs: dict[Var, Any] = {v: x for v, x in zip(eqn.invars, args) if not isinstance(v, Literal)}
-    return jaxpr_as_fun(make_program(closed, [eqn], list(inputs), eqn.outvars))(*inputs.values())
+    return [value(atom) for atom in jaxpr.outvars], sources(jaxpr.outvars), masks
 
 
 def _with_masks(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Masked:

@@ -37,8 +37,8 @@ from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import Joined
 from fddp.optim import LocalState, LocalSteps, scale_of, skipped, update
-from fddp.schedules import Pieces, Round
-from fddp.step import Mean, Replica, StepInfo, TrainState, average, by_bucket, with_trained
+from fddp.schedules import Pieces, Round, by_bucket
+from fddp.step import Mean, Replica, StepInfo, TrainState, average, with_trained
 
 GIVEN = ("state", "pending", "shards", "rows")
 RANGE = jnp.bfloat16  # weights of many steps times their changes outgrow float16, and no dtype of this range

@@ -143,7 +143,7 @@ def stats(step: "TrainStep") -> Stats:
 def _replica_bytes(step: "TrainStep") -> ReplicaBytes:
     plan = step.plan
     held = step.held
-    gradients = sum(plan.leaves[i].nbytes for bucket in plan.buckets for i in bucket.leaves) + plan.padding
+    gradients = sum(leaf.nbytes for bucket in plan.buckets for leaf in plan.travelling(bucket)) + plan.padding
     sent = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
     return ReplicaBytes(_held(held), _held(whole_forms(held)), gradients, sent)
 

@@ -5,8 +5,10 @@ The mathematics is the pieces' own. Here are also the spans of a step that ran, 
 jaxpr, buckets, comm and hooks.
 """
 
+from fddp.schedules.border import shorter_loops as shorter_loops
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
+from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
 from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
@@ -22,6 +24,7 @@ from fddp.schedules.programs import compiled as compiled
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.rehearsal import rehearse as rehearse
+from fddp.schedules.send import by_bucket as by_bucket
 from fddp.schedules.staged import after as after
 from fddp.schedules.staged import in_order as in_order
 from fddp.schedules.staged import on_threads as on_threads

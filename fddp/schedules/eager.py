@@ -22,10 +22,11 @@ from fddp.jaxpr import used_up
 from fddp.schedules.gathers_ahead import gathers_ahead
 from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
-from fddp.schedules.message_order import Trial, come_late, orders
+from fddp.schedules.message_order import Trial, orders
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.programs import compiled, preparing
-from fddp.schedules.queues import Arranged, Promise, by_kind, freed, routed
+from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, routed
+from fddp.schedules.slice_by_slice import slice_by_slice
 from fddp.schedules.staged import refuse_without_jit
 from fddp.schedules.tasks import TaskList, Value
 
@@ -63,10 +64,11 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
     lane, beside = own_lane(group)
     plain = _all_plain(pieces)
     # On a mesh a hook's sums use the communicator that hosts use between two steps.
-    beside = beside and (group.axis_name is None or not any(one.apply for one in pieces.reductions))
+    beside = beside and (not group.placement.on_mesh or not any(one.apply for one in pieces.reductions))
     first_use = pieces.uses if plain and beside else {}
     pieces = _told_at_once(group, pieces) if plain else pieces
-    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=come_late)
+    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=slice_by_slice)
+    queue_of = heard(group, by_kind)
     trial = Trial(group)
     launcher = Launcher(group, lanes=("communication",))
     # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
@@ -75,7 +77,7 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     def arrange(listed: TaskList) -> Arranged:
         each = [one.tasks for one in orders(listed, first_use)]
-        return Arranged(tuple(routed(tasks, by_kind, listed.results) for tasks in each), freed(each, by_kind))
+        return Arranged(tuple(routed(tasks, queue_of, listed.results) for tasks in each), freed(each, queue_of))
 
     prepare = preparing(lane, make, arrange, compiled, donate)
 

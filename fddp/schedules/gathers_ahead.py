@@ -27,7 +27,7 @@ from fddp.schedules.launcher import Launched, Launcher, own_lane
 from fddp.schedules.lists import in_stages
 from fddp.schedules.pieces import Pieces, Runner
 from fddp.schedules.programs import compiled, preparing
-from fddp.schedules.queues import Arranged, QueueOf, by_kind, freed, routed
+from fddp.schedules.queues import Arranged, QueueOf, by_kind, freed, heard, routed
 from fddp.schedules.send import sending
 from fddp.schedules.staged import refuse_without_jit
 from fddp.schedules.tasks import NEW, SHARDS, Communicate, Compute, Task, TaskList, Value
@@ -65,7 +65,7 @@ def gathers_ahead(group: Group, pieces: Pieces, donate: bool) -> Runner:
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k)
     lane, beside = own_lane(group)
     sends = {AHEAD: sending(lane, pieces.rounds[0].reductions)}
-    queue_of = queue_of_gathers if beside else by_kind
+    queue_of = heard(group, queue_of_gathers if beside else by_kind)
     prepare = preparing(group, make, partial(_arranged, queue_of), compiled, donate)
     launcher = Launcher(group, lanes=(AHEAD,))
     left: Ahead | None = None

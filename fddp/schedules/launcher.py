@@ -19,9 +19,9 @@ import jax
 
 from fddp.comm import Group, Recovery
 from fddp.hooks import Memory
-from fddp.jax_internals import asked_for, with_configuration
+from fddp.jax_internals import asked_for, given_away, with_configuration
 from fddp.schedules.programs import Prepared
-from fddp.schedules.queues import HERE, Do, Queues, Routes, awaited
+from fddp.schedules.queues import HERE, Do, Queues, Routes, awaited, speaks
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.shown import wait_for
 from fddp.schedules.step_log import StepLog
@@ -104,8 +104,8 @@ class Launcher:
         try:
             for queue in routes.queues:
                 if queue != HERE:
-                    jobs[queue] = self._start(work, queue, _by_kind(sending(queue), updating))
-            queues.work(HERE, _by_kind(sending(HERE), computing), idle)
+                    jobs[queue] = self._start(work, queue, _by_kind(sending(queue), updating, self._speaking(now)))
+            queues.work(HERE, _by_kind(sending(HERE), computing, computing), idle)
             results = {name: x if name in late else awaited(x) for name, x in queues.kept().items()}
             for queue, job in jobs.items():
                 if not (late and (queue in self._lanes or routes.makes(queue, late))):
@@ -137,7 +137,8 @@ class Launcher:
             nonlocal clock
             while len(launched) > most:
                 task, made, since = launched.popleft()
-                wait_for(task.name, made)
+                # What the next task has written over is not there any more; that task is waited for in turn.
+                wait_for(task.name, [x for x in jax.tree.leaves(made) if not given_away(x)])
                 end = min([perf_counter(), *(seen[value] for value in task.writes if value in seen)])
                 begin = max(since, clock)
                 clock = max(begin, end)
@@ -161,6 +162,18 @@ class Launcher:
                 job.result()
             # A collective of MPI takes a token along, which is new in each thread.
             with self.log.under_way(task), asked_for():
+                return wait_for(task.name, now.programs[task.name](*read))
+
+        return do
+
+    def _speaking(self, now: Prepared) -> Do:
+        """Makes a function that carries out collectives of the loss, and waits for what comes back."""
+
+        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+            read = jax.block_until_ready(read)
+            self._group.recovery.sends()
+            nbytes = sum(x.nbytes for x in read) // self._group.placement.replicas_in_array
+            with self.log.under_way(task), self._group.journal.message(task.name, nbytes), asked_for():
                 return wait_for(task.name, now.programs[task.name](*read))
 
         return do
@@ -212,5 +225,9 @@ def own_lane(group: Group) -> tuple[Group, bool]:
     return lane, len(own) > 1 and group.backend != "nccl"
 
 
-def _by_kind(sending: Do, computing: Do) -> Do:
-    return lambda task, read: (sending if isinstance(task, Communicate) else computing)(task, read)
+def _by_kind(sending: Do, computing: Do, speaking: Do) -> Do:
+    def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+        own = speaking if speaks(task) else computing
+        return (sending if isinstance(task, Communicate) else own)(task, read)
+
+    return do

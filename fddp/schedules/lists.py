@@ -9,7 +9,7 @@ in PyTorch, which updates a bucket while later ones travel.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +18,12 @@ from fddp.buckets import Messages
 from fddp.comm import Placement, trace
 from fddp.jax_internals import ClosedJaxpr, Literal
 from fddp.jaxpr import arrivals, collectives, take_more
+from fddp.schedules.border import Late, Program, arriving, in_parts, nothing_late
+from fddp.schedules.exchange_tasks import exchanged, in_turn
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.stage_tasks import stages_of
 from fddp.schedules.tasks import (
+    BEGIN,
     BYTES,
     MESSAGE,
     NEW,
@@ -77,31 +80,6 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
         lambda *arguments: dict(zip(map(Value, ARGUMENTS), arguments)) | _nothing_sent(pieces),
         lambda values: (values[results[0]], values[results[1]]),
     )
-
-
-class Program(NamedTuple):
-    """A round, or the update behind the last round, as a program that is to be cut."""
-
-    name: str
-    kind: str
-    closed: ClosedJaxpr
-    read: list[Value]
-    """Its inputs."""
-    back: dict[int, int]
-    """Inputs that are messages come back: place among the inputs → the message's number, from 0."""
-    made: list[Value]
-    """Its outputs."""
-
-
-# (the first round, the update) → names of the arguments that come late, and each one's place in the order in which they
-# come, from 1 on. All others are there at once.
-Late: TypeAlias = Callable[[Program, Program], Mapping[Value, int]]
-
-
-def nothing_late(first: Program, last: Program) -> Mapping[Value, int]:
-    """All arguments of a step are there when it begins."""
-    del first, last
-    return {}
 
 
 def half_together(k: int, count: int) -> int:
@@ -165,38 +143,52 @@ def in_stages(
     there = of((STATE, SHARDS))
     read = [*there, *_written(sends), *held, BYTES]
     results = [*names_of(RESULT, result), *names_of(NEW, new)]
-    last = Program(pieces.name, "update", closed, read, {len(there) + k: k for k in range(len(sends))}, results)
+    back = {len(there) + k: k for k in range(len(sends))}
+    border = late(placement, programs[0], Program(pieces.name, "update", closed, read, back, results))
+    programs = [border.first, *(in_parts(placement, program) for program in programs[1:])]
 
     tasks = list[Task]()
-    comes = late(programs[0], last)
+    comes = border.comes
+    spoken = 0
     for program, leave in zip(programs, following):
         in_turn = program.back and program.kind == "update"
-        for task in _in_turn(used, program) if in_turn else _as_made(program, comes):
-            tasks += [task, *(send for send in leave if send.reads[0] in task.writes)]
+        made, exchanges = (_in_turn(used, program), ()) if in_turn else _as_made(placement, program, comes, spoken)
+        spoken += len(exchanges)
+        for task in made:
+            tasks += [task, *(send for send in (*exchanges, *leave) if send.reads[0] in task.writes)]
         comes = {}
-    tasks += _in_turn(used, last)
+    tasks += _in_turn(used, border.last)
 
     treedef = jax.tree.structure((result, new))
+    constant = _nothing_sent(pieces)
+    constant |= {
+        Value(BEGIN, begin): np.int32(begin) for program in [*programs, border.last] for begin in program.begins
+    }
     return TaskList(
         tuple(tasks),
-        lambda *arguments: dict(zip(of(ARGUMENTS), jax.tree.leaves(arguments))) | _nothing_sent(pieces),
-        lambda values: treedef.unflatten([values[name] for name in results]),
+        lambda *arguments: border.enter(dict(zip(of(ARGUMENTS), jax.tree.leaves(arguments)))) | constant,
+        lambda values: treedef.unflatten(list(map(border.leave(values).__getitem__, results))),
     )
 
 
-def _as_made(program: Program, late: Mapping[Value, int]) -> list[Compute]:
-    """Cuts a round where it makes a message, and where it has to wait for a message or for a late argument."""
-    made = program.made
+def _as_made(
+    placement: Placement, program: Program, late: Mapping[Value, int], spoken: int
+) -> tuple[list[Compute], list[Compute]]:
+    """Cuts a round where it makes a message, and where it waits for a message, a late argument or another replica.
+
+    Gives its stages, and the collectives of the loss between them, numbered from `spoken` on.
+    """
+    apart = exchanged(placement, program.closed, arriving(program, late), spoken)
+    made = [*program.made, *apart.given]
     title = program.name.replace("backward", "stage")
     messages = sum(value.kind == MESSAGE for value in made)
-    groups = [[k] for k in range(messages)]
-    kept = list(range(messages, len(made)))
-    if not groups or take_more(program.closed, kept):
+    groups = in_turn(apart, messages)
+    kept = list(range(messages, len(program.made)))
+    if not groups or apart.tasks or take_more(program.closed, kept):
         groups.append([])  # so that no message waits for what it does not need
     groups[-1] += kept
-    comes = {at: late[name] for at, name in enumerate(program.read) if name in late}
-    comes |= {at: k + 1 for at, k in program.back.items()}
-    return stages_of(title, program.kind, program.closed, program.read, made, groups, comes)
+    read = [*program.read, *apart.came]
+    return stages_of(title, program.kind, apart.closed, read, made, groups, apart.comes), apart.tasks
 
 
 def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]:
@@ -209,6 +201,8 @@ def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]
     count = max(1, len(program.back))
     back = program.back | {at: count - 1 for at, name in enumerate(program.read) if name == BYTES}
     alone = bool(collectives(program.closed))
+    # What is written slice by slice has a stage for each message: equal slices share a program.
+    used = (lambda k, count: k) if program.begins else used
     when = [count - 1 if alone else used(k, count) for k in arrivals(program.closed, back)]
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
     return stages_of(program.name, "update", program.closed, program.read, program.made, groups)

@@ -17,8 +17,8 @@ import numpy as np
 
 from fddp.comm import Group
 from fddp.jaxpr import arrivals, first_uses
-from fddp.schedules.lists import Program
-from fddp.schedules.tasks import BYTES, Communicate, Task, TaskList, Value
+from fddp.schedules.border import Program
+from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, Value
 
 EVERY = 4  # of so many messages one is put off
 BEFORE_THE_LAST = 2  # the last so many messages are never put off
@@ -119,7 +119,7 @@ def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
       The list.
     """
     messages = listed.messages
-    computes = [task for task in listed.tasks if task.kind == "compute"]
+    computes = [task for task in listed.tasks if isinstance(task, Compute) and task.kind != "update"]
     updates = [task for task in listed.tasks if task.kind == "update"]
     replaced = any(made.replaces in task.reads for task in updates for made in task.writes)
     ordered = _ordered(messages, first_use if replaced else {})  # gradients that are returned have to be there at once

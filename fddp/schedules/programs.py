@@ -18,7 +18,7 @@ from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.shown import named
-from fddp.schedules.tasks import MESSAGE, SHARDS, STATE, Compute, TaskList, Value
+from fddp.schedules.tasks import HANDED, MESSAGE, SHARDS, STATE, Compute, TaskList, Value
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
@@ -212,7 +212,7 @@ def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) ->
 
 
 def _usable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) -> list[int]:
-    """Inputs to donate: values of the state, each with a result of the same shape that can have its memory."""
+    """Inputs to donate: values of the state, and what an update hands on, each with a result of the same shape."""
 
     def wants(value: Value) -> Counter[Any]:
         return Counter((value.equal_everywhere, *shape) for shape in _shapes(forms[value]))
@@ -220,7 +220,7 @@ def _usable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) ->
     room = sum(map(wants, task.writes), Counter())
     places = list[int]()
     for at, name in enumerate(task.reads):
-        if name in free and _of_state(name) and wants(name) <= room:
+        if name in free and (_of_state(name) or name.kind == HANDED) and wants(name) <= room:
             room -= wants(name)
             places.append(at)
     return places

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from fddp.schedules.tasks import BYTES, STATE, Communicate, Task, TaskList, Value
+from fddp.comm import Group
+from fddp.schedules.tasks import BYTES, STATE, Communicate, Compute, Task, TaskList, Value
 
 HERE = "here"  # the queue of the thread that calls the step
+SPEAKING = "collectives"  # the queue of a loss's collectives, where these have a communicator of their own
 
 # Names the queue of a task: tasks of one queue are done one after the other, different queues side by side.
 QueueOf: TypeAlias = Callable[[Task], str]
@@ -21,8 +23,26 @@ Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
 
 
 def by_kind(task: Task) -> str:
-    """Gives a queue each to computing, on the calling thread, to messages and to updates."""
-    return HERE if task.kind == "compute" else task.kind
+    """Gives a queue each to computing, on the calling thread, to all that is sent and to updates."""
+    return "communication" if speaks(task) else HERE if task.kind == "compute" else task.kind
+
+
+def speaks(task: Task) -> bool:
+    """Whether a task holds collectives of the loss."""
+    return isinstance(task, Compute) and task.speaks
+
+
+def heard(group: Group, queue_of: QueueOf) -> QueueOf:
+    """Gives the collectives of a loss a queue of their own, where no message can meet them.
+
+    Args:
+      group: the replicas. On a mesh messages and collectives share a communicator, and leave in one order.
+      queue_of: names a task's queue, on a mesh.
+
+    Returns:
+      What names it there and elsewhere.
+    """
+    return queue_of if group.placement.on_mesh else lambda task: SPEAKING if speaks(task) else queue_of(task)
 
 
 class Promise(Future[Any]):
@@ -33,6 +53,10 @@ class Promise(Future[Any]):
         self.form = form
         self.shape = form.shape
         self.dtype = form.dtype
+
+    def there(self) -> list[Any]:
+        """The arrays of it that are there."""
+        return [self.result()] if self.done() else []
 
 
 def forms_promised(tree: Any) -> Any:
@@ -62,7 +86,9 @@ class Routes(NamedTuple):
     @property
     def speaking(self) -> tuple[str, ...]:
         """The queues of messages."""
-        return tuple(queue for queue, tasks in self.queues.items() if isinstance(tasks[0], Communicate))
+        return tuple(
+            queue for queue, tasks in self.queues.items() if any(isinstance(task, Communicate) for task in tasks)
+        )
 
     def makes(self, queue: str, values: Collection[Value]) -> bool:
         """Whether a queue writes one of these values."""

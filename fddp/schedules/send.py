@@ -5,10 +5,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
-from jaxtyping import UInt32
+from jaxtyping import Array, UInt32
 
+from fddp.buckets import BucketPlan
 from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim
 from fddp.hooks import Memory, Reduction, all_finite, plain_bytes, summed
 from fddp.jax_internals import asked_for
@@ -96,7 +98,18 @@ def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transpo
     return (group.transport,) if alone or not group.transport.clones else group.transport.clones
 
 
-def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[jax.Array, " messages"]:
+def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[Array, " messages"]:
     """The bytes that each replica sent for each message, as an argument of a program; at most 2³² − 1 are told."""
     nbytes = jax.device_get([send.nbytes for send in sends])
     return group.placement.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), REPLICATED)
+
+
+def by_bucket(plan: BucketPlan, sent: Array) -> Array:
+    """The bytes of each bucket of a plan, in whatever messages it travels; behind them those of the scalars alone."""
+    of: dict[int, list[int]] = {}
+    for number, message in enumerate(plan.messages):
+        of.setdefault(len(plan.buckets) if message.bucket is None else message.bucket, []).append(number)
+    first, last = (np.array([of[bucket][end] for bucket in sorted(of)]) for end in (0, -1))
+    more = jnp.where(first == last, 0, sent[last])
+    # More than 32 bits count is told as the most that they do.
+    return sent[first] + jnp.minimum(more, jnp.uint32(MOST) - sent[first])

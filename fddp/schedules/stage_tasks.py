@@ -1,6 +1,6 @@
 """Cuts a program into stages, and makes a task of each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 
 from fddp.jax_internals import ClosedJaxpr, make_program
 from fddp.jaxpr import Stage, cut
-from fddp.schedules.tasks import Compute, Value
+from fddp.schedules.tasks import HANDED, Compute, Value
 
 
 def stages_of(
@@ -24,31 +24,41 @@ def stages_of(
     jaxpr = closed.jaxpr
     there = set(given)
     groups = [[number for number in group if made[number] not in there] for group in groups]
-    outputs = [jaxpr.outvars[number] for group in groups for number in group]
+    numbers = [number for group in groups for number in group]
+    outputs = [jaxpr.outvars[number] for number in numbers]
+    between = [at for at, number in enumerate(numbers) if made[number].kind == HANDED]
     consts = dict(zip(jaxpr.constvars, closed.consts))
     whole = make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts)
-    stages = cut(whole, [len(group) for group in groups], comes)
+    own = [number for number, value in enumerate(given) if not value.equal_everywhere]
+    stages = cut(whole, [len(group) for group in groups], comes, own, between)
 
+    # What an update hands on to its next stage is equal on all replicas, if what it is made of is.
+    equal = {n for stage in stages for n, alike in zip(stage.writes, stage.alike) if alike and kind == "update"}
     handed = ((k, number) for k, stage in enumerate(stages) for number in stage.writes)
-    names = [*given, *(Value(title, k, str(number - len(given))) for k, number in handed)]
-    results = iter([made[number] for group in groups for number in group])
+    names = [*given, *(_handed(title, k, n - len(given), n in equal) for k, n in handed)]
+    results = iter([made[number] for number in numbers if made[number].kind != HANDED])
 
     def task(k: int, stage: Stage) -> Compute:
         reads = tuple(names[number] for number in stage.reads)
         writes = (*(names[number] for number in stage.writes), *islice(results, stage.results))
-        run = _handing(stage, len(given)) if writes else lambda *values: ()
-        return Compute(f"{title} {k}", reads, writes, run, kind)
+        run = _handing(stage, range(len(given)), equal) if writes else lambda *values: ()
+        return Compute(f"{title} {k}", reads, writes, run, kind, speaks=stage.speaks and kind == "compute")
 
     return [task(k, stage) for k, stage in enumerate(stages)]
 
 
-def _handing(stage: Stage, inputs: int) -> Callable[..., Sequence[Any]]:
-    """Runs a stage. The values that it hands on to later stages are each replica's own: they get a first dim."""
+def _handed(title: str, stage: int, number: int, equal: bool) -> Value:
+    """The name of a value that a stage hands on."""
+    return Value(HANDED, stage, f"{title}/{number}") if equal else Value(title, stage, str(number))
+
+
+def _handing(stage: Stage, inputs: Collection[int], equal: Collection[int]) -> Callable[..., Sequence[Any]]:
+    """Runs a stage. The values that it hands on are each replica's own, if they may differ: they get a first dim."""
 
     def run(*values: jax.Array) -> Sequence[Any]:
-        read = [value if number < inputs else value[0] for number, value in zip(stage.reads, values)]
+        read = [x if number in inputs or number in equal else x[0] for number, x in zip(stage.reads, values)]
         made = stage.run(*read)
-        handed = len(stage.writes)
-        return *(value[None] for value in made[:handed]), *made[handed:]
+        handed = [x if number in equal else x[None] for number, x in zip(stage.writes, made)]
+        return *handed, *made[len(handed) :]
 
     return run

@@ -11,7 +11,7 @@ from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.programs import MakePrograms, compiled, jitted, preparing
-from fddp.schedules.queues import HERE, QueueOf, as_listed
+from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
 from fddp.schedules.send import remembered, side_by_side
 from fddp.schedules.tasks import TaskList
 
@@ -64,7 +64,8 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
     def queues_of(listed: TaskList) -> QueueOf:
         count = len(side_by_side(group, [task.reduction for task in listed.messages]))
         queues = {task.name: f"all-reduce {k % count}" for k, task in enumerate(listed.messages)}
-        return lambda task: queues.get(task.name, HERE)
+        first = "all-reduce 0"
+        return heard(group, lambda task: queues.get(task.name, first if speaks(task) else HERE))
 
     check = partial(refuse_without_jit, "staged")
     return _launched(group, make, queues_of, donate, programs, check, Launcher(group))

@@ -24,8 +24,12 @@ NEW = "new"
 RESULT = "result"
 # What a replica sends.
 MESSAGE = "message"
+# What a stage of an update hands on to the next one, equal on all replicas.
+HANDED = "handed on"
+# Where the slices of some rounds of a loop begin.
+BEGIN = "round"
 # The kinds of values that are equal on all replicas; of all others each replica has its own.
-EQUAL = frozenset({STATE, RESULT, "sum", "whole", "bytes"})
+EQUAL = frozenset({STATE, RESULT, HANDED, BEGIN, "sum", "whole", "bytes"})
 # The kind of a message that came back, by the collective.
 BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
 
@@ -77,9 +81,11 @@ class Compute(NamedTuple):
     run: Callable[..., Sequence[Any]] = lambda *values: ()
     """(values that it reads) → values that it writes; those that a replica has for itself have a first dim."""
     kind: str = "compute"
-    """"compute" (forward and backward) or "update"."""
+    """"compute" (forward and backward), "update", or "communication": a collective of the loss alone."""
     reuses: int = 0
     """The number of its first inputs that may be donated: nobody else has them."""
+    speaks: bool = False
+    """Whether it holds collectives of the loss: such tasks are done one after the other, in one order on all ranks."""
 
 
 class Communicate(NamedTuple):

@@ -124,7 +124,7 @@ def simulate(
     tasks: Sequence[Task],
     seconds: Mapping[str, float],
     pace: Pace | None = None,
-    queue: Callable[[Task], Hashable] = type,
+    queue: Callable[[Task], Hashable] = lambda task: task.kind == "communication",
 ) -> Timeline:
     """Simulates a list of tasks, on paper.
 
@@ -160,7 +160,7 @@ def simulate(
     since = dict.fromkeys(queues, 0.0)
     left = {key: seconds.get(tasks[0].name, 0.0) for key, tasks in queues.items()}
     while queues:
-        sides = {key: isinstance(queues[key][0], Communicate) for key in queues if _free(queues[key][0], missing)}
+        sides = {key: queues[key][0].kind == "communication" for key in queues if _free(queues[key][0], missing)}
         if not sides:
             raise ValueError(f"{' and '.join(left[0].name for left in queues.values())} would wait for ever.")
         shares = Counter(sides.values())

@@ -39,9 +39,9 @@ from fddp.buckets import (
 from fddp.comm import Communicator, add_replica_dim, as_uint32, count_bytes, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.losses import added, in_parts
-from fddp.schedules import Pieces, Round
+from fddp.schedules import Pieces, Round, by_bucket
 from fddp.sharding.parts_update import Update, run_on_parts
-from fddp.step import Replica, StepInfo, TrainState, by_bucket
+from fddp.step import Replica, StepInfo, TrainState
 
 
 def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:

@@ -101,7 +101,7 @@ def _runner(shared: Shared, schedule: Schedule, replica: Replica, facts: Facts) 
     if shared == "optimizer":
         pieces = gathered_last(replica, facts.plan, facts.use)
     else:
-        first = [min(facts.uses[i] for i in bucket.leaves) for bucket in facts.plan.buckets]
+        first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
         order = sorted(range(len(first)), key=first.__getitem__)
         pieces = gathered_first(replica, facts.plan, order, facts.use)
     return schedule(replica.group, pieces, replica.options.donate)

@@ -21,7 +21,6 @@ from fddp.step.options import explained as explained
 from fddp.step.options import name_of as name_of
 from fddp.step.options import read_options as read_options
 from fddp.step.replica import Replica as Replica
-from fddp.step.replica import by_bucket as by_bucket
 from fddp.step.replica import with_trained as with_trained
 from fddp.step.run import accumulate as accumulate
 from fddp.step.run import compare as compare

@@ -125,15 +125,6 @@ PAIRS = (
         "take a hook without a memory, or give schedule='staged'",
     ),
     *(
-        Pair(
-            schedule,
-            COLLECTIVES,
-            "their order among the buckets that another thread sends would differ between ranks",
-            "use schedule='fused'",
-        )
-        for schedule in ("schedule='staged'", "schedule='eager'")
-    ),
-    *(
         Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")
         for schedule in ("schedule='staged'", "schedule='eager'")
     ),

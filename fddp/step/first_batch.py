@@ -1,17 +1,19 @@
 """Reads one rank's first batch: the gradients' program, the order of readiness in it, and what may be unused."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fddp.buckets import Slice, Travelling
 from fddp.comm import described, trace
 from fddp.jax_internals import ClosedJaxpr, without_jit
-from fddp.jaxpr import collectives, first_uses, ready_order, touched_rows
+from fddp.jaxpr import collectives, first_uses, in_slices, ready_order, stacks, touched_rows
 from fddp.losses import unjoined
-from fddp.schedules import Schedule, after, eager, fused, staged
+from fddp.schedules import Schedule, after, described_exchanges, eager, fused, shorter_loops, staged
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
@@ -30,15 +32,17 @@ class Seen(NamedTuple):
     """The state as gradients go by it, with forms of whole arrays in place of shards."""
     chosen: tuple[int, ...]
     """The trained leaves."""
-    order: Sequence[int]
-    """The same, as their gradients become ready."""
-    uses: Sequence[int]
-    """The place in the forward pass at which each leaf is first used."""
+    order: Sequence[Travelling]
+    """The same, or slices of them, as their gradients become ready."""
+    uses: Mapping[tuple[int, Slice | None], int]
+    """The place in the forward pass at which each leaf, or slice of one, is first used."""
     reach: tuple[Sequence[bool], Sequence[int]]
     """Marks of the trained leaves that have a path to the loss, and the number of rows that each gradient touches."""
     schedule: Schedule
     told: Any
     """The forms of loss and aux."""
+    spoken: Sequence[str]
+    """Lines on the collectives that the loss holds."""
     digest: bytes
     """The digest of this rank's first rows."""
 
@@ -62,19 +66,29 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     state = check_held(replica, state)
     chosen = replica.chosen(state.params)
     program, told = _gradients(replica, state, batch)
-    ready = tuple(chosen[k] for k in ready_order(program, len(chosen)))
+    schedule = _schedule(replica, program)
+    sliced = _sliced(replica, state.params, program, schedule)
+    cut = _in_slices(replica, program, chosen, sliced) if sliced else program
+    each = [sliced.get(i, [Travelling(i)]) for i in range(len(jax.tree.leaves(state.params)))]
+    travelling = [one for i in chosen for one in each[i]]
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     return Seen(
         state=state,
         chosen=chosen,
-        order=chosen[::-1] if replica.options.order == "reverse" else ready,
+        order=_order(replica, cut, travelling),
         # The state comes first: the number of the step, then the parameters.
-        uses=first_uses(program)[1:][: len(jax.tree.leaves(state.params))],
+        uses={(one.leaf, one.slice): use for one, use in zip(chain(*each), first_uses(cut)[1:])},
         reach=(paths(replica, state, batch), touched),
-        schedule=_schedule(replica, program),
+        schedule=schedule,
         told=told,
+        spoken=described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else [],
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
     )
+
+
+def cuts(schedule: Schedule) -> bool:
+    """Whether a schedule cuts the backward pass, so that a message leaves before the whole pass is done."""
+    return schedule not in (fused, after)
 
 
 def described_batch(replica: Replica, batch: Any, call: str, seen: Seen) -> list[str]:
@@ -102,6 +116,7 @@ def described_batch(replica: Replica, batch: Any, call: str, seen: Seen) -> list
         *described("model_state", state.model_state),
         *described("rng", state.rng),
         *described("loss and aux", seen.told),
+        *seen.spoken,
     ]
 
 
@@ -134,11 +149,37 @@ def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJ
     # Not in there: JAX's own words would be shown above these.
     if one is not replica:
         refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
-    axis = replica.group.axis_name
-    there = f"the axis {axis!r}" if axis else "no mesh axis; use backend 'gloo' or 'nccl'"
     raise ValueError(
-        f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has {there}."
+        f"the loss has a collective over the axis {unbound[1]!r}; backend {replica.group.backend!r} has the axis "
+        f"{replica.group.axis_name!r}."
     )
+
+
+def _sliced(replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedule) -> dict[int, list[Travelling]]:
+    """The slices of each leaf whose gradient leaves slice by slice, as a loop makes it."""
+    if not cuts(schedule) or replica.options.order == "reverse":
+        return {}
+    chosen = replica.chosen(params)
+    return replica.slices(params, {chosen[k]: stack for k, stack in stacks(program).items() if k < len(chosen)})
+
+
+def _in_slices(
+    replica: Replica, program: ClosedJaxpr, chosen: Sequence[int], sliced: Mapping[int, Sequence[Travelling]]
+) -> ClosedJaxpr:
+    """The same program, which is given slices, and makes slices of gradients, as its loops use and make them."""
+    placement = replica.group.placement
+    bounds = {i: tuple(one.slice for one in some if one.slice) for i, some in sliced.items()}
+    inputs = {1 + i: some for i, some in bounds.items()}
+    run, forms = in_slices(program, inputs, {chosen.index(i): some for i, some in bounds.items()})
+    closed, _ = trace(placement, run, *forms)
+    return shorter_loops(placement, closed, {}, dict.fromkeys(range(len(forms)), 1))[0]
+
+
+def _order(replica: Replica, program: ClosedJaxpr, travelling: Sequence[Travelling]) -> list[Travelling]:
+    """Orders what travels as the program makes it ready, or as the user asks."""
+    if replica.options.order == "reverse":
+        return list(travelling[::-1])
+    return [travelling[k] for k in ready_order(program, len(travelling))]
 
 
 def _part(replica: Replica, batch: Any) -> Any:

@@ -13,13 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, described_groups, place_scalars, plan_with_table_rows
-from fddp.comm import MOST, Group, add_replica_dim, device_parts, drop_replica_dim
+from fddp.buckets import (
+    BucketPlan,
+    Messages,
+    Travelling,
+    described_groups,
+    fill_buckets,
+    place_scalars,
+    plan_with_slices,
+)
+from fddp.comm import Group, add_replica_dim, device_parts, drop_replica_dim
 from fddp.hooks import Reduction, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
 from fddp.losses import accumulate as in_micro_batches
 from fddp.optim import scaled
+from fddp.schedules import by_bucket
 from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
@@ -124,23 +133,34 @@ class Replica:
     def plan(
         self,
         params: Any,
-        order: Sequence[int],
+        order: Sequence[Travelling],
         *,
         dtype: Any = np.float32,
-        early: bool = False,
         touched: Mapping[int, int] | None = None,
     ) -> BucketPlan:
-        """The buckets of the trained leaves in this order; those without elements have nothing to send."""
-        asks_first = self.options.skip_all_reduce_unused_params
+        """The buckets of what is trained, in this order; leaves without elements have nothing to send."""
         leaves = jax.tree.leaves(params)
-        order = [i for i in order if np.size(leaves[i])]
-        exact = self.options.hook is None and self.way.sums and not asks_first
-        # Rows are of a whole gradient that is summed as it is.
-        few = touched if exact and self.way.table_rows and not self.group.placement.other_axes else None
+        order = [one for one in order if np.size(leaves[one.leaf])]
+        few = (touched or {}) if self._apart else {}
         tree = device_parts(self.group.placement, params)
-        plan = plan_with_table_rows(tree, few or {}, self.group.size, order=order, **self.options.bucketing)
+        plan = plan_with_slices(tree, few, self.group.size, order=order, **self.options.bucketing)
         plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
-        return place_scalars(plan, dtype, early=early or asks_first, exact=exact)
+        return place_scalars(plan, dtype, early=True, exact=self._exact)
+
+    def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
+        """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
+        return fill_buckets(params, loops, **self.options.bucketing) if self._apart else {}
+
+    @property
+    def _exact(self) -> bool:
+        """Whether messages come back as sums of what was sent."""
+        options = self.options
+        return options.hook is None and self.way.sums and not options.skip_all_reduce_unused_params
+
+    @property
+    def _apart(self) -> bool:
+        """Whether rows, or slices, of a gradient may travel by themselves: each gradient is whole, and only summed."""
+        return self._exact and self.way.table_rows and not self.group.placement.other_axes
 
     def remembered(self, params: Any) -> Any:
         """The first memory of one replica's hook: for each trained leaf, in a tree like the parameters."""
@@ -163,7 +183,7 @@ class Replica:
 
     def provisional_plan(self, params: Any) -> BucketPlan:
         """DDP's guess, the reverse of the leaves, until a batch shows the order of readiness."""
-        return self.plan(params, self.chosen(params)[::-1])
+        return self.plan(params, [Travelling(i) for i in self.chosen(params)[::-1]])
 
     @property
     def micro_batches(self) -> int:
@@ -219,17 +239,6 @@ class Replica:
 
     def _key(self, state: TrainState, pending: Pending) -> Any:
         return folded(state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index())
-
-
-def by_bucket(plan: BucketPlan, sent: Array) -> Array:
-    """The bytes of each bucket of a plan, in whatever messages it travels; behind them those of the scalars alone."""
-    of: dict[int, list[int]] = {}
-    for number, message in enumerate(plan.messages):
-        of.setdefault(len(plan.buckets) if message.bucket is None else message.bucket, []).append(number)
-    first, last = (np.array([of[bucket][end] for bucket in sorted(of)]) for end in (0, -1))
-    more = jnp.where(first == last, 0, sent[last])
-    # More than 32 bits count is told as the most that they do.
-    return sent[first] + jnp.minimum(more, jnp.uint32(MOST) - sent[first])
 
 
 def with_trained(params: Any, trained: Any) -> Any:

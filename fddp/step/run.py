@@ -141,7 +141,7 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
     # A step is nearly always given what a step has returned: then nothing is made anew.
     alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
     if settled.runner.promises:
-        leaves = [x.result() if isinstance(x, Promise) else x for x in leaves if not isinstance(x, Promise) or x.done()]
+        leaves = [array for x in leaves for array in (x.there() if isinstance(x, Promise) else [x])]
     if alone and not settled.replica.way.apart and placement.holds(leaves):
         return state, None, (), ()
     refuse_deleted(leaves)

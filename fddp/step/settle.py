@@ -4,7 +4,7 @@ plan, the plan the pieces of a schedule. From then on a call is one run.
 Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.buckets import BucketPlan, scalar_dtype, take_apart
+from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart
 from fddp.comm import REPLICATED, Placement, specs, verify_beside
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, after, fused
+from fddp.schedules import Runner
 from fddp.step.checks import check_batch, check_params, check_paths
 from fddp.step.first_batch import Seen, described_batch, look, paths
 from fddp.step.held import check_held, held_form
@@ -95,7 +95,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         schedule=name_of(seen.schedule),
         accumulate=_accumulating(group.placement, replica),
         chosen=seen.chosen,
-        left_out=tuple(i for i in seen.chosen if i not in agreed.order),
+        left_out=tuple(i for i in seen.chosen if i not in {one.leaf for one in agreed.order}),
         forms=frozenset({_form(batch)}),
         held=held_form(group.placement, state),
         fits=(_fit(replica, jax.tree.structure(state), state, batch),),
@@ -106,10 +106,10 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
 class Agreed(NamedTuple):
     """The same facts, alike on all ranks."""
 
-    order: list[int]
-    """The leaves that travel, as their gradients become ready."""
-    uses: Sequence[int]
-    """The place in the forward pass at which each leaf is first used."""
+    order: list[Travelling]
+    """The leaves, or slices of them, that travel, as their gradients become ready."""
+    uses: Mapping[tuple[int, Slice | None], int]
+    """The place in the forward pass at which each leaf, or slice of one, is first used."""
     touched: dict[int, int]
     """The number of rows that a replica's gradient of a leaf touches."""
 
@@ -120,15 +120,15 @@ def _agreed(replica: Replica, seen: Seen) -> Agreed:
     options = replica.options
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
-    order, uses = group.broadcast((np.asarray(seen.order, np.int32), np.asarray(seen.uses, np.int32)))
+    order, uses = group.broadcast_object((seen.order, seen.uses))
     has_path, touched = group.all_reduce(np.asarray(seen.reach, np.int32), op="max")
     reached = {i for i, path in zip(seen.chosen, has_path) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
     # Where each replica updates a part, all that is trained comes back from the others.
     all_travel = options.skip_all_reduce_unused_params or replica.way.apart
-    later = [i for i in order if i not in reached] if all_travel else []
+    later = [one for one in order if one.leaf not in reached] if all_travel else []
     rows = {i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)}
-    return Agreed([*(i for i in order if i in reached), *later], uses, rows)
+    return Agreed([*(one for one in order if one.leaf in reached), *later], uses, rows)
 
 
 def _plan(replica: Replica, seen: Seen, agreed: Agreed) -> BucketPlan:
@@ -137,7 +137,6 @@ def _plan(replica: Replica, seen: Seen, agreed: Agreed) -> BucketPlan:
         seen.state.params,
         agreed.order,
         dtype=scalar_dtype(jax.tree.leaves((seen.told, averaged))),
-        early=seen.schedule not in (fused, after),
         touched=agreed.touched,
     )
 

@@ -4,13 +4,13 @@
 own, which import this one: `sharding`, `local_training`, `reproducible`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 
-from fddp.buckets import BucketPlan, Messages, Shard, pack_device_parts, unpack_device_parts
+from fddp.buckets import Bucket, BucketPlan, Messages, Shard, Slice, pack_device_parts, unpack_device_parts
 from fddp.comm import Group, specs
 from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, Optimizer
@@ -38,10 +38,14 @@ class Facts(NamedTuple):
     """This process's rows, or their forms."""
     told: Any
     """The forms of loss and aux."""
-    uses: Sequence[int]
-    """The place in the forward pass at which each leaf is first used."""
+    uses: Mapping[tuple[int, Slice | None], int]
+    """The place in the forward pass at which each leaf, or slice of one, is first used."""
     use: Callable[[TrainState, Mean], Any]
     """Makes the step's result of averaged gradients."""
+
+    def first_use(self, bucket: Bucket) -> int:
+        """The place in the forward pass at which something in a bucket is first used."""
+        return min(self.uses[i, bucket.slice] for i in bucket.leaves)
 
 
 class Way(NamedTuple):
@@ -112,7 +116,7 @@ def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
     sums = replica.reductions(plan, facts.state.params)
     buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
     carrier = plan.carrier.name
-    first = {name: min(facts.uses[i] for i in bucket.leaves) for name, bucket in buckets.items() if name != carrier}
+    first = {name: facts.first_use(bucket) for name, bucket in buckets.items() if name != carrier}
     return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)
 
 

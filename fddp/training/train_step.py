@@ -15,7 +15,7 @@ from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
 from fddp.measuring import Measurement, Stats, measure, stats
-from fddp.optim import Optimizer
+from fddp.optim import LocalSteps, Optimizer
 from fddp.schedules import TaskList, Timeline
 from fddp.step import (
     Options,
@@ -229,6 +229,11 @@ class TrainStep:
     def group(self) -> Group:
         """The replicas."""
         return self._replica.group
+
+    @property
+    def optimizer(self) -> Any:
+        """The optax transformation; with `fddp.local_steps` the one that each replica trains with alone."""
+        return self._optimizer.inner if isinstance(self._optimizer, LocalSteps) else self._optimizer
 
     @property
     def options(self) -> Options:

@@ -98,7 +98,7 @@ def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
     loss_accuracy_and_weight = 3
     sizes = [bucket.size for bucket in step.plan.buckets]
     assert len(sizes) >= 3
-    assert sorted(among_replicas) == sorted([*sizes[:-1], sizes[-1] + loss_accuracy_and_weight])
+    assert sorted(among_replicas) == sorted([sizes[0] + loss_accuracy_and_weight, *sizes[1:]])
     parts = [part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))]
     assert sum(sizes) == sum(parts)
     # Nothing else moves but the accuracy's largest logits, of which each part finds one for every token.

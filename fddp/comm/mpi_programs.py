@@ -1,0 +1,63 @@
+"""The placement of replicas that are ranks of MPI: their programs, in which MPI carries out a loss's collectives."""
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from fddp.comm.communicator import mpi_communicator
+from fddp.comm.mpi_words import mpi_words
+from fddp.comm.placement import AXIS, REPLICATED, WHOLE, Placement, held_alike, placed_alike, trace
+from fddp.comm.translation import run_translated, speaks
+from fddp.jax_internals import without_jit
+
+
+def mpi_placement(comm: Any) -> Placement:
+    """Makes the placement of replicas of one device a process, without a mesh: every array lies on that device.
+
+    Args:
+      comm: an mpi4py communicator that nothing else uses, for the collectives of losses.
+
+    Returns:
+      The placement.
+    """
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    words = mpi_words(comm, mpi_communicator(comm))
+
+    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
+        del in_specs, out_specs
+
+        @wraps(f)
+        def run(*args: Any) -> Any:
+            closed, made = trace(placement, f, *args)
+            if without_jit() and not speaks(closed.jaxpr, AXIS):
+                return f(*args)  # with its values, not with names of them
+            return jax.tree.unflatten(
+                jax.tree.structure(made), run_translated(closed, jax.tree.leaves(args), AXIS, words)
+            )
+
+        return jax.jit(run, donate_argnums=tuple(donate))
+
+    def place(tree: Any, spec: PartitionSpec) -> Any:
+        del spec
+        return placed_alike(tree, here)
+
+    placement = Placement(
+        axis_name=AXIS,
+        axis_size=comm.size,
+        on_mesh=False,
+        per_replica=REPLICATED,
+        replicas_in_array=1,
+        shares_cores=False,
+        view=WHOLE,
+        spec=lambda x: REPLICATED,
+        program=program,
+        place=place,
+        holds=partial(held_alike, here),
+        each=lambda x: (x,),
+        together=lambda arrays, spec: arrays[0],
+        feed=lambda rows: rows,
+    )
+    return placement

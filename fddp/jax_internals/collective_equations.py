@@ -1,0 +1,47 @@
+"""Collectives as equations: their names, the axes that they go over, and what else lies in their parameters."""
+
+from typing import Any
+
+from fddp.jax_internals.jaxprs import JaxprEqn
+
+COLLECTIVES = {
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather", "pbroadcast"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
+}
+# It says nothing to anybody, and yet it needs an axis.
+INDEX = "axis_index"
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The axes that a collective goes over; after `vmap` also numbers of dims. Relies on `axes` and `axis_name`."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def sets_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...] | None:
+    """The sets of replicas that speak among themselves; None: all are one set. Relies on `axis_index_groups`."""
+    sets = eqn.params.get("axis_index_groups")
+    return None if sets is None else tuple(map(tuple, sets))
+
+
+def gathered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
+    """The dim of an `all_gather`'s result along which replicas lie, and whether it was there before.
+
+    Relies on `all_gather_dimension` and `tiled`.
+    """
+    return eqn.params["all_gather_dimension"], eqn.params["tiled"]
+
+
+def scattered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
+    """The dim that a `reduce_scatter` cuts, and whether it stays. Relies on `scatter_dimension` and `tiled`."""
+    return eqn.params["scatter_dimension"], eqn.params["tiled"]
+
+
+def exchanged_dims(eqn: JaxprEqn) -> tuple[int, int]:
+    """The dim that an `all_to_all` cuts, and the one that it joins. Relies on `split_axis` and `concat_axis`."""
+    return eqn.params["split_axis"], eqn.params["concat_axis"]
+
+
+def ways_of(eqn: JaxprEqn) -> list[tuple[int, int]]:
+    """The pairs (from, to) of a `ppermute`. Relies on `perm`."""
+    return [(source, target) for source, target in eqn.params["perm"]]

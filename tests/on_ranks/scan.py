@@ -1,0 +1,50 @@
+"""Layers under `lax.scan` on several ranks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim
+from trees import close
+
+import fddp
+from fddp.schedules import TRIED
+
+
+@claim(quick=("mpi", "gloo"))
+def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
+    """Under eager steps in both orders of the messages, and under staged ones."""
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        return jnp.mean((jax.lax.scan(layer, x @ p["in"], p["layers"])[0] @ p["in"].T - x) ** 2)
+
+    draw = np.random.default_rng(0)
+    layers = {"kernel": draw.normal(size=(7, 32, 32)), "bias": draw.normal(size=(7, 32))}
+    params = jax.tree.map(lambda x: x.astype(np.float32) / 8, {"in": draw.normal(size=(16, 32)), "layers": layers})
+    rows = draw.normal(size=(4 * group.size, 16)).astype(np.float32)
+    optimizer = optax.adam(1e-3)
+
+    @jax.jit
+    def plain(p: Any, held: Any, x: Any) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(p, x)
+        updates, held = optimizer.update(grads, held, p)
+        return optax.apply_updates(p, updates), held, value
+
+    cases: Any = (("staged", 3), ("eager", TRIED + 2))
+    for schedule, steps in cases:
+        expected = jax.tree.map(jnp.asarray, params)
+        held = optimizer.init(params)
+        step = fddp.train_step(loss, optimizer, group=group, schedule=schedule, bucket_cap_mb=0.01)
+        state = step.init(params)
+        for k in range(steps):
+            batch = np.roll(rows, k, axis=0)
+            state, info = step(state, batch[4 * group.rank :][:4])
+            expected, held, value = plain(expected, held, batch)
+            np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+        assert sum(bucket.slice is not None for bucket in step.plan.buckets) >= 4
+        close(state.params, expected, rtol=1e-3, atol=1e-5)

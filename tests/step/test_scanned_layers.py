@@ -1,0 +1,286 @@
+"""Layers under `lax.scan`: their gradients leave, and are used, slice by slice, and nothing else changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+
+LAYERS = 5
+WIDTH = 6
+CAP = 0.0007  # MiB: two layers
+ROWS = np.random.default_rng(7).normal(size=(8, WIDTH))
+
+
+def stack(*lengths: int) -> dict[str, np.ndarray]:
+    make = np.random.default_rng(sum(lengths)).normal
+    return {"bias": make(size=(*lengths, WIDTH)) / 9, "kernel": make(size=(*lengths, WIDTH, WIDTH)) / 3}
+
+
+def weights() -> dict[str, Any]:
+    make = np.random.default_rng(1).normal
+    return {"in": make(size=(WIDTH, WIDTH)), "layers": stack(LAYERS), "out": make(size=(WIDTH, 2))}
+
+
+def layer(x: Any, w: Any) -> tuple[Any, None]:
+    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
+
+
+def scanned(x: Any, layers: Any, **options: Any) -> Any:
+    return jax.lax.scan(layer, x, layers, **options)[0]
+
+
+def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
+    return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
+
+
+def tied(x: Any, p: Any) -> Any:
+    """The first matrix stands in each layer as well."""
+    return jax.lax.scan(lambda x, w: layer(x @ p["in"], w), x, p["layers"])[0]
+
+
+def with_results(x: Any, p: Any) -> Any:
+    def one(x: Any, w: Any) -> tuple[Any, Any]:
+        return (y := layer(x, w)[0]), y
+
+    x, each = jax.lax.scan(one, x, p["layers"])
+    return x + jnp.mean(each**2, 0)
+
+
+def with_rng(x: Any, p: Any) -> Any:
+    def one(carried: Any, w: Any) -> tuple[Any, None]:
+        x, key = carried
+        key, mine = jax.random.split(key)
+        return (layer(x, w)[0] * jax.random.bernoulli(mine, 0.5, (WIDTH,)), key), None
+
+    return jax.lax.scan(one, (x, jax.random.key(3)), p["layers"])[0][0]
+
+
+SLICED = {
+    "plainly": lambda x, p: scanned(x, p["layers"]),
+    "in reverse": lambda x, p: scanned(x, p["layers"], reverse=True),
+    "unrolled by two": lambda x, p: scanned(x, p["layers"], unroll=2),
+    "rematerialised whole": lambda x, p: jax.checkpoint(scanned)(x, p["layers"]),
+    "each layer rematerialised": lambda x, p: jax.lax.scan(jax.checkpoint(layer), x, p["layers"])[0],
+    "beside tied parameters": tied,
+    "with results of each round": with_results,
+    "with random numbers": with_rng,
+    "twice over the same layers": lambda x, p: scanned(scanned(x, p["layers"]), p["layers"]),
+    "and read by something else": lambda x, p: scanned(x, p["layers"]) + jnp.mean(p["layers"]["kernel"] ** 2),
+}
+UNDER_EAGER = ("plainly", "in reverse", "rematerialised whole", "beside tied parameters")
+
+
+def trained(step: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
+    state = step.init(params)
+    for k in range(steps):
+        state, _ = step(state, ROWS + k)
+    return step, jax.device_get(state.params)
+
+
+def by_plain_jax(loss: Any, optimizer: Any, params: Any, steps: int = 3, parts: int = 2) -> Any:
+    def mean(params: Any, rows: Any) -> jax.Array:
+        return jnp.mean(jnp.stack([loss(params, part) for part in jnp.split(rows, parts)]))
+
+    @jax.jit
+    def step(params: Any, state: Any, rows: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(mean)(params, rows), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for k in range(steps):
+        params, state = step(params, state, ROWS + k)
+    return params
+
+
+def slices(step: Any) -> list[str]:
+    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
+
+
+def compare(got: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-13), got, expected)
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize(
+    ("written", "schedule"),
+    [*((written, "staged") for written in SLICED), *((written, "eager") for written in UNDER_EAGER)],
+)
+def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(group, x64, written, schedule):
+    loss = net(SLICED[written])
+    optimizer = optax.adamw(0.1)
+    step, params = trained(
+        fddp.train_step(loss, optimizer, group=group(2), schedule=schedule, bucket_cap_mb=CAP), weights()
+    )
+    kernels = [name for name in slices(step) if "kernel" in name]
+    assert sorted(kernels) == [f"layers/kernel[{at}]" for at in ("0:2", "2:4", "4:5")]
+    compare(params, by_plain_jax(loss, optimizer, weights()))
+
+
+@pytest.mark.steps
+def test_slices_become_ready_in_the_order_of_the_loops_rounds(group, x64):
+    def order(written: str) -> list[str]:
+        step = fddp.train_step(
+            net(SLICED[written]), optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+        )
+        step(step.init(weights()), ROWS)
+        return [name for name in slices(step) if "kernel" in name]
+
+    last_first = [f"layers/kernel[{at}]" for at in ("4:5", "2:4", "0:2")]
+    assert order("plainly") == last_first
+    assert order("in reverse") == last_first[::-1]
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation_steps": 2},
+        {"find_unused_parameters": True},
+        {"skip_nonfinite": True},
+        {"broadcast_buffers": False, "donate": False},
+    ],
+    ids=str,
+)
+def test_slices_go_with_other_options(group, x64, options):
+    loss = net(SLICED["plainly"])
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
+    step, params = trained(
+        fddp.train_step(loss, clipped, group=group(2), schedule="staged", bucket_cap_mb=CAP, **options), weights()
+    )
+    assert slices(step)
+    compare(params, by_plain_jax(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("schedule", ["staged", "eager"])
+def test_several_loops_have_slices_of_their_own(group, x64, schedule):
+    params = weights() | {"more": stack(4), "deep": stack(3, 2), "one": stack(1)}
+
+    def inner(x: Any, p: Any) -> Any:
+        x = scanned(scanned(x, p["layers"]), p["more"], reverse=True)
+        x = jax.lax.scan(lambda x, w: (scanned(x, w), None), x, p["deep"])[0]  # the outer loop is cut
+        return scanned(x, p["one"])
+
+    loss = net(inner)
+    step, got = trained(
+        fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=CAP), params
+    )
+    kernels = {name for name in slices(step) if "kernel" in name}
+    assert {name.partition("/")[0] for name in kernels} == {"layers", "more", "deep"}  # a loop of one round is whole
+    assert {name for name in kernels if "deep" in name} == {f"deep/kernel[{at}]" for at in ("0:1", "1:2", "2:3")}
+    compare(got, by_plain_jax(loss, optax.sgd(0.1), params))
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"schedule": "fused"}, "one program has no slices to send early"),
+        ({"schedule": "staged", "hook": fddp.hooks.bf16()}, "a hook is given leaves"),
+        ({"schedule": "staged", "bucket_cap_mb": 25}, "all of it fits into a bucket"),
+        ({"schedule": "staged", "groups": lambda name: name.partition("/")[0]}, "the user's groups hold leaves"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_stack_travels_whole_where_slices_are_of_no_use(group, options, why):
+    del why
+    step = fddp.train_step(net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), **({"bucket_cap_mb": CAP} | options))
+    step(step.init(weights()), ROWS)
+    assert not slices(step)
+
+
+@pytest.mark.steps
+def test_an_update_that_mixes_layers_waits_for_all_slices(group, x64):
+    loss = net(SLICED["plainly"])
+    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    step, params = trained(
+        fddp.train_step(loss, optimizer, group=group(2), schedule="staged", bucket_cap_mb=CAP), weights()
+    )
+    assert slices(step)
+    compare(params, by_plain_jax(loss, optimizer, weights()))
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("schedule", ["staged", "eager"])
+def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):
+    loss = net(SLICED["plainly"])
+    step = fddp.train_step(loss, optax.adam(0.1), group=group(2), schedule=schedule, bucket_cap_mb=CAP, donate=False)
+    states = [step.init(weights())]
+    for k in range(4):
+        states.append(step(states[-1], ROWS + k)[0])
+        if k == 1:  # a user may change it
+            doubled = jax.tree.map(lambda x: 2 * x, states[-1].params)
+            states[-1] = states[-1]._replace(params=doubled)
+    compare(states[2].params, jax.tree.map(lambda x: 2 * x, by_plain_jax(loss, optax.adam(0.1), weights(), 2)))
+    shapes = [[x.shape for x in jax.tree.leaves(state)] for state in states]
+    assert all(shape == shapes[0] for shape in shapes)
+    again, _ = step(states[3], ROWS + 3)
+    compare(again.params, states[4].params)
+
+
+@pytest.mark.steps
+def test_no_sync_adds_up_whole_stacks(group, x64):
+    loss = net(SLICED["plainly"])
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP)
+    state = step.init(weights())
+    for _ in range(2):
+        state, _ = step.no_sync(state, ROWS)
+        state, _ = step(state, ROWS)
+    assert slices(step)
+    compare(jax.device_get(state.params), by_plain_jax(lambda p, rows: loss(p, ROWS), optax.sgd(0.1), weights(), 2))
+
+
+@pytest.mark.steps
+def test_flax_layers_under_nn_scan_leave_in_slices(group, x64):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return x + nn.tanh(nn.Dense(WIDTH, param_dtype=jnp.float64)(x)), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            return nn.Dense(2, param_dtype=jnp.float64)(blocks()(x, None)[0])
+
+    params = Net().init(jax.random.key(0), ROWS)["params"]
+
+    def loss(params: Any, rows: Any) -> jax.Array:
+        return jnp.mean(jnp.asarray(Net().apply({"params": params}, rows)) ** 2)
+
+    step, got = trained(
+        fddp.train_step(loss, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP),
+        jax.device_get(params),
+    )
+    assert any("kernel[" in name for name in slices(step))
+    compare(got, by_plain_jax(loss, optax.adam(0.1), params))
+
+
+@pytest.mark.steps
+def test_equal_rounds_share_a_program(group, x64):
+    def programs(layers: int) -> int:
+        step = fddp.train_step(
+            net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP / 2
+        )
+        state = step.init(weights() | {"layers": stack(layers)})
+        state, _ = step(state, ROWS)
+        runner = step.tasks(state, ROWS)
+        assert len(runner.messages) > layers - 1
+        return len(COMPILED)
+
+    COMPILED: list[str] = []
+    compile_ = jax.stages.Lowered.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            jax.stages.Lowered, "compile", lambda self, *a, **k: (COMPILED.append(""), compile_(self, *a, **k))[1]
+        )
+        few = programs(4)
+        COMPILED.clear()
+        assert programs(9) == few
