@@ -18,6 +18,7 @@ from fddp.analysis.doctor import examine
 from fddp.analysis.reproduction import reproduce
 from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.workload import read_model, read_workload
+from fddp.buckets import place_scalars
 from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.supervisor import Job, launcher, supervise
 from fddp.watching import read_flights, told
@@ -108,7 +109,8 @@ def run_plan(chosen: argparse.Namespace) -> int:
         return workload.loss_fn(params, batch, **state)
 
     order = fddp.grad_order(loss, workload.params, workload.batch, workload.model_state)
-    print(fddp.make_plan(workload.params, order=order, **_caps(chosen)))
+    plan = fddp.make_plan(workload.params, order=order, **_caps(chosen))
+    print(place_scalars(plan, early=True))  # as a step does
     return 0
 
 
@@ -120,6 +122,7 @@ def add_audit(commands: argparse._SubParsersAction) -> None:
     _add_model(parser)
     parser.add_argument("--target", default="h100:8", help="a100:N, h100:N, h200:N, or h100:2x8 for two hosts of eight")
     parser.add_argument("--picture", metavar="FILE", help="draw the estimated schedule")
+    parser.add_argument("--beside", choices=("jit",), help="compile plain JAX of the same loss and optimizer as well")
     parser.set_defaults(run=run_audit)
 
 
@@ -127,7 +130,7 @@ def run_audit(chosen: argparse.Namespace) -> int:
     target = read_target(chosen.target)
     workload = read_workload(chosen.model, chosen.rows * target.size)
     step, state = workload.step(target.group(), **_caps(chosen))
-    report = fddp.audit(step, state, workload.batch, chosen.target)
+    report = fddp.audit(step, state, workload.batch, chosen.target, beside=chosen.beside)
     print(report)
     if chosen.picture:
         report.picture(chosen.picture)

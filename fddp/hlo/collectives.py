@@ -31,12 +31,14 @@ class Collective:
     """The place where it is waited for; the place where it starts if it is synchronous."""
     loops: int
     """Number of loops around it."""
+    rounds: int
+    """Number of times that it is sent: the rounds of these loops."""
     branches: int
     """Number of conditionals around it."""
     heavy: int
-    """Matrix products and convolutions that are scheduled between start and done."""
+    """Matrix products and convolutions that are scheduled between start and done; in a loop those of one round."""
     flops: int
-    """Their floating-point operations."""
+    """Their floating-point operations, in all rounds."""
 
     @property
     def asynchronous(self) -> bool:
@@ -94,9 +96,10 @@ def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
                 start=at,
                 done=done,
                 loops=schedule.loops,
+                rounds=schedule.rounds,
                 branches=schedule.branches,
                 heavy=sum(map(bool, under)),
-                flops=sum(one.flops for found in under for one in found),
+                flops=schedule.rounds * sum(one.flops for found in under for one in found),
             )
         )
     return collectives

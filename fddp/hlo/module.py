@@ -89,6 +89,8 @@ class Schedule(NamedTuple):
     lines: tuple[tuple[Instruction, Computation], ...]
     loops: int
     """Number of loops around them."""
+    rounds: int
+    """Number of times that they run: the rounds of these loops; a loop whose rounds XLA does not know counts as one."""
     branches: int
     """Number of conditionals around them."""
 
@@ -108,22 +110,30 @@ class Module:
         Yields:
           A sequence, with calls written in their places. A loop or a conditional is one line of it.
         """
-        pending = [(self.entry, 0, 0)]
+        pending = [(self.entry, 0, 1, 0)]
         while pending:
-            name, loops, branches = pending.pop(0)
-            lines = list(self._lines(name))
-            yield Schedule(tuple(lines), loops, branches)
+            name, loops, rounds, branches = pending.pop(0)
+            lines = list(self.lines(name))
+            yield Schedule(tuple(lines), loops, rounds, branches)
             for line, _ in lines:
                 if line.opcode == "while":
-                    pending += [(called, loops + 1, branches) for called in line.calls]
+                    pending += [(called, loops + 1, rounds * line.trips, branches) for called in line.calls]
                 elif line.opcode == "conditional":
-                    pending += [(called, loops, branches + 1) for called in line.calls]
+                    pending += [(called, loops, rounds, branches + 1) for called in line.calls]
 
-    def _lines(self, name: str) -> Iterator[tuple[Instruction, Computation]]:
+    def lines(self, name: str) -> Iterator[tuple[Instruction, Computation]]:
+        """Yields the instructions of a computation, those of calls in their places.
+
+        Args:
+          name: of the computation.
+
+        Yields:
+          An instruction, and the computation that it stands in.
+        """
         computation = self.computations[name]
         for instruction in computation.values():
             if instruction.opcode == "call":
-                yield from self._lines(instruction.calls[0])
+                yield from self.lines(instruction.calls[0])
             else:
                 yield instruction, computation
 

@@ -78,13 +78,13 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
     assert all(collective.asynchronous and collective.kind == "all-reduce" for collective in audit.collectives)
     assert not any(collective.loops for collective in audit.collectives)
     sizes, planned = [f.nbytes for f in audit.collectives], [b.nbytes for b in audit.plan.buckets]
-    assert sizes[:-1] == planned[:-1]
+    assert sizes[1:] == planned[1:]
     # The bits of a buffer travel as two numbers of 16 bits, each in a float.
     module, model, *_ = MODELS[name]
     _, model_state = shapes(module, model, module.batch(model, 8))
     buffers = sum(8 * x.size for x in jax.tree.leaves(model_state))
     # Loss, weight and one metric: three floats.
-    assert sizes[-1] == planned[-1] + 3 * 4 + buffers
+    assert sizes[0] == planned[0] + 3 * 4 + buffers
 
 
 @aot
@@ -110,12 +110,13 @@ def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end
     module, model, rows, options = MODELS["mlp"]
     audit = look(workload(module, model, rows * 8), target, shard="optimizer", **options)
     count = len(audit.plan.buckets)
-    names = [*(f"bucket {k}" for k in range(count)), "tail", *(f"gather {k}" for k in range(count))]
+    names = ["tail", *(f"bucket {k}" for k in range(count)), *(f"gather {k}" for k in range(count))]
     assert audit.carries == audit.messages == tuple(names)
-    kinds = ["reduce-scatter"] * count + ["all-reduce"] + ["all-gather"] * count
+    kinds = ["all-reduce"] + ["reduce-scatter"] * count + ["all-gather"] * count
     assert [collective.kind for collective in audit.collectives] == kinds
-    assert all(collective.asynchronous for collective in audit.collectives[:count])
-    assert all(collective.heavy > 0 for collective in audit.collectives[: count - 1])
+    scatters = audit.collectives[1 : count + 1]
+    assert all(collective.asynchronous for collective in scatters)
+    assert all(collective.heavy > 0 for collective in scatters[:-1])
     (problem,) = audit.problems()
     assert problem.startswith("at the end: gather 0, gather 1")
 
@@ -130,8 +131,8 @@ def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(
     assert audit.carries == audit.messages and audit.problems() == ()
     kinds = [collective.kind for collective in audit.collectives]
     count = len(audit.plan.buckets)
-    assert kinds == ["all-gather"] * count + ["reduce-scatter"] * count + ["all-reduce"]
-    gathers, scatters = audit.collectives[:count], audit.collectives[count:-1]
+    assert kinds == ["all-gather"] * count + ["all-reduce"] + ["reduce-scatter"] * count
+    gathers, scatters = audit.collectives[:count], audit.collectives[count + 1 :]
     assert all(collective.asynchronous for collective in (*gathers, *scatters))
     # What the first layer needs has no layer before it: BERT's three embeddings, the GPT's one.
     first = {"gpt": 1, "bert": 3}[name]
@@ -162,15 +163,46 @@ def test_bfloat16_gradients_take_half_the_bytes():
     assert sum(f.nbytes for f in wide.collectives) == 4 * 256 * 256 * 4 + tail
     assert sum(f.nbytes for f in narrow.collectives) == 4 * 256 * 256 * 2 + tail
     # Sixteen bits would round the loss: it travels alone.
-    assert narrow.carries == (*(f"bucket {k}" for k in range(4)), "tail") and "tail" in str(narrow)
+    assert narrow.carries == ("tail", *(f"bucket {k}" for k in range(4))) and "tail" in str(narrow)
 
 
 @aot
 def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     audit = look(plain_mlp(512), "h100:8", hook=fddp.hooks.bf16(), **caps)
-    assert [(f.nbytes, f.asynchronous) for f in audit.collectives[:4]] == [(256 * 256 * 2, True)] * 4
-    assert audit.carries == (*(f"bucket {k}" for k in range(4)), "tail") and audit.problems() == ()
+    assert [(f.nbytes, f.asynchronous) for f in audit.collectives[1:]] == [(256 * 256 * 2, True)] * 4
+    assert audit.carries == ("tail", *(f"bucket {k}" for k in range(4))) and audit.problems() == ()
+
+
+### What plain JAX makes of the same loss and optimizer
+
+
+@aot
+@pytest.mark.parametrize(("name", "target"), [("mlp", "h100:8"), ("mlp", "a100:8"), ("gpt", "h100:8")])
+def test_a_step_is_not_estimated_behind_plain_jax(name, target):
+    module, model, rows, _ = MODELS[name]
+    one = workload(module, model, rows * 8)
+    step, state = one.step(read_target(target).group())
+    audit = fddp.audit(step, state, one.batch, target, beside="jit")
+    ways = {plain.way: plain.timeline.seconds for plain in audit.beside}
+    assert audit.timeline is not None and audit.timeline.seconds <= min(ways.values())
+    assert [*ways][:2] == ["jit with NamedSharding", "shard_map, a pmean for each leaf"]
+    assert all(f"beside: {way}: {1e3 * seconds:.2f} ms" in str(audit) for way, seconds in ways.items())
+
+
+@aot
+def test_the_update_of_early_buckets_is_computed_while_the_last_sums_travel():
+    audit = audited("mlp", "h100:8")
+    assert audit.timeline is not None
+    last = audit.timeline.communication[-1]
+    under = [span for span in audit.timeline.compute if last.start <= span.start and span.end <= last.end]
+    assert sum(span.seconds for span in under) > 0
+
+
+def test_plain_jax_is_compiled_for_targets_alone(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
+    with pytest.raises(ValueError, match="beside must be 'jit', with a target"):
+        fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4), beside="jit")
 
 
 ### What spoils them is found and named
@@ -308,6 +340,58 @@ def test_merged_and_swapped_buckets_are_named(text, words):
         None,
     )
     assert any(words in problem for problem in audit.problems())
+
+
+### Loops
+
+ROUNDS = """HloModule f, is_scheduled=true
+%body (p: (f32[64,64], f32[64,64])) -> (f32[64,64], f32[64,64]) {
+  %p = (f32[64,64], f32[64,64]) parameter(0)
+  %x = f32[64,64] get-tuple-element(%p), index=0
+  %y = f32[64,64] get-tuple-element(%p), index=1
+  %start = f32[64,64] all-reduce-start(%y), metadata={op_name="jit(step)/bucket0/psum"}
+  %dot = f32[64,64] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = f32[64,64] all-reduce-done(%start)
+  ROOT %next = (f32[64,64], f32[64,64]) tuple(%dot, %done)
+}
+ENTRY %main (p: (f32[64,64], f32[64,64])) -> (f32[64,64], f32[64,64]) {
+  %p = (f32[64,64], f32[64,64]) parameter(0)
+  ROOT %loop = (f32[64,64], f32[64,64]) while(%p), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def read_one(text, target="h100:8"):
+    plan = fddp.make_plan([np.zeros((64, 64), np.float32)])
+    module = parse(text)
+    found = find_collectives(module)
+    sends = communications([reductions(plan, None, None)])[0]
+    return read(module, found, (False,) * len(found), sends, plan, target, read_target(target))
+
+
+def test_what_a_loop_sends_counts_once_a_round():
+    audit = read_one(ROUNDS)
+    (one,) = audit.collectives
+    assert (one.rounds, one.heavy, one.flops) == (3, 1, 3 * 2 * 64**3)
+    assert one.flops == audit.flops == audit.looped
+    assert audit.timeline is not None
+    nbytes = 64 * 64 * 4
+    assert [span.nbytes for span in audit.timeline.communication] == [nbytes] * 3
+    # A product of 64 x 64 is over long before its round's sum is back, and the next round waits for that.
+    np.testing.assert_allclose(audit.timeline.seconds, 3 * read_target("h100:8").seconds("all-reduce", nbytes))
+    assert "in 3 rounds of a loop" in str(audit)
+
+
+def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
+    assert not any("in a loop" in problem for problem in read_one(ROUNDS).problems())
+    start, product, done = (line for line in ROUNDS.splitlines() if line[2:].startswith(("%start", "%dot", "%done")))
+    bare = ROUNDS.replace(f"{start}\n{product}\n{done}", f"{product}\n{start}\n{done}")
+    assert bare != ROUNDS
+    problem = read_one(bare).problems()[0]
+    assert (
+        "in a loop" in problem and "in each of 3 rounds" in problem and "xla_gpu_enable_pipelined_all_reduce" in problem
+    )
 
 
 ### Targets

@@ -25,10 +25,13 @@ def problems(audit: "Audit") -> Iterator[str]:
                 f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; take what "
                 "overrides fddp's xla_gpu_all_reduce_combine_threshold_bytes=0 out of XLA_FLAGS."
             )
-        if collective.loops:
+        if collective.loops and not collective.heavy:
             yield (
-                f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in every round; "
-                "move it out of the loop. (What accumulation_steps sends stands outside of loops.)"
+                f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in each of "
+                f"{collective.rounds} rounds, and nothing heavy is computed beside it; move it out of the loop. "
+                "(What accumulation_steps sends stands outside of loops.) On GPUs a sum that only leaves the loop, and "
+                "that no later round reads, is hidden under the next round with XLA's option "
+                "xla_gpu_enable_pipelined_all_reduce."
             )
     found = [message for message in audit.carries if message is not None]
     missing = [message for message in audit.messages if message not in found]
@@ -70,16 +73,17 @@ def _exposed(audit: "Audit", sent: Sequence[int]) -> Iterator[str]:
             f"synchronous: {_listed(map(audit.label, held))}. XLA:CPU overlaps nothing inside a program; one process a "
             "replica with schedule='staged' does, and target='h100:8' shows what GPUs would do."
         )
-    elif held:
-        yield (
-            f"synchronous: {_listed(map(audit.label, held))}. The program waits for each; "
-            "xla_gpu_enable_latency_hiding_scheduler must be true (fddp sets it: look for XLA_FLAGS that unset it)."
-        )
-    elif audit.looped > audit.flops / 2 and len(alone) == len(sent):
+    elif audit.looped > audit.flops / 2 and not any(audit.collectives[k].heavy for k in sent):
+        # XLA makes synchronous what has nothing beside it.
         yield (
             f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and a loop (lax.scan "
             "over layers?) delivers all its gradients when it ends, so nothing is left to hide traffic under; write "
             "the layers as a Python loop."
+        )
+    elif held:
+        yield (
+            f"synchronous: {_listed(map(audit.label, held))}. The program waits for each; "
+            "xla_gpu_enable_latency_hiding_scheduler must be true (fddp sets it: look for XLA_FLAGS that unset it)."
         )
     elif len(sent) == 1 and alone:
         yield (

@@ -6,13 +6,14 @@ Source: Li et al. (VLDB 2020), Fig. 6, read off the program in place of a profil
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from fddp.analysis.auditing.beside import Plain, beside_jit
 from fddp.analysis.auditing.carried import carried, merged, within_replicas
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.problems import problems
@@ -50,6 +51,8 @@ class Audit:
     timeline: Timeline | None
     """The spans of a step on the target, as `estimate` has them; None without a target. The names of communication
     are numbers of collectives."""
+    beside: tuple[Plain, ...] = ()
+    """Plain JAX of the same loss and optimizer on the target, where that was asked."""
 
     def problems(self) -> tuple[str, ...]:
         """Says what keeps traffic from being hidden, and what to do about it.
@@ -104,7 +107,8 @@ class Audit:
             mode = "asynchronous" if collective.asynchronous else "synchronous"
             share = f"{collective.flops / self.flops:.1%}" if self.flops else "–"
             dtypes = "+".join(sorted({array.dtype for array in collective.arrays}))
-            mode += ", in a loop" if collective.loops else ", in a branch" if collective.branches else ""
+            looped = f", in {collective.rounds} rounds of a loop" if collective.loops else ""
+            mode += looped or (", in a branch" if collective.branches else "")
             mib = f"{collective.nbytes / MiB:.3f}"
             rows.append((str(k), self.label(k), collective.kind, mib, dtypes, mode, str(collective.heavy), share))
         lines = [
@@ -119,11 +123,14 @@ class Audit:
                 f"estimated at peak rates: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms of traffic "
                 f"exposed, {line.overlap_share:.0%} of all under computation"
             )
+        lines += [_told(plain) for plain in self.beside]
         lines += [f"problem: {problem}" for problem in self.problems()] or ["no problem found"]
         return "\n".join(lines)
 
 
-def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) -> Audit:
+def audit(
+    step: TrainStep, state: Any, batch: Any, target: str | None = None, *, beside: Literal["jit"] | None = None
+) -> Audit:
     """Reads what XLA made of a step: each all-reduce, and what is computed while it is on its way.
 
     Nothing runs and nothing is sent. With a target the step is compiled ahead of time for GPUs that need not exist.
@@ -134,13 +141,15 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
       batch: as for a step. With a target: the rows of all its replicas together; only shapes matter.
       target: None: the devices that the step runs on. "h100:8": eight H100s in one host; "a100:2x8": two hosts of
         eight A100s; "h200:4".
+      beside: "jit": plain JAX of the same loss and optimizer is compiled for the target too, under `jax.jit` with
+        `NamedSharding` and under `jax.shard_map` with a mean for each leaf, and told below the step.
 
     Returns:
       An `Audit`: `print(it)`, `it.problems()`, `it.picture("schedule.png")`.
 
     Raises:
-      ValueError: an unknown target, a schedule of several programs, or, without a target, replicas that talk over
-        MPI, into whose calls XLA cannot look.
+      ValueError: an unknown target, `beside` without one, a schedule of several programs, or, without a target,
+        replicas that talk over MPI, into whose calls XLA cannot look.
       RuntimeError: the compiler for the target is not installed.
 
     Example:
@@ -151,6 +160,8 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
       ('',)
     """
     there = None if target is None else read_target(target)
+    if beside not in (None, "jit") or (beside and there is None):
+        raise ValueError(f"beside must be 'jit', with a target to compile for, or None, got {beside!r}.")
     if there is None and step.group.backend == "mpi" and step.group.size > 1:
         raise ValueError(
             "an audit reads XLA's collectives, and MPI's are calls that it cannot look into; give a target, "
@@ -164,7 +175,8 @@ def audit(step: TrainStep, state: Any, batch: Any, target: str | None = None) ->
     collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
     within = within_replicas(collectives, step.group.placement)
-    return read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
+    found = read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
+    return replace(found, beside=beside_jit(step, state, batch, there)) if there and beside else found
 
 
 def read(
@@ -203,6 +215,14 @@ def read(
         flops=sum(one.flops for _, found in works for one in found),
         looped=sum(one.flops for line, found in works if line.opcode == "while" for one in found),
         timeline=None if target is None else estimate(module, collectives, target),
+    )
+
+
+def _told(plain: Plain) -> str:
+    line = plain.timeline
+    return (
+        f"beside: {plain.way}: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms exposed, "
+        f"{plain.asynchronous} of {plain.collectives} asynchronous"
     )
 
 

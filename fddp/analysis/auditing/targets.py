@@ -86,7 +86,18 @@ class Target:
         Raises:
           RuntimeError: the compiler is missing, or is not the one that belongs to this JAX.
         """
-        return _compiling(replica_mesh(self._devices()), self.size, lambda ranks: self.group())
+        return _compiling(self.mesh(), self.size, lambda ranks: self.group())
+
+    def mesh(self) -> Mesh:
+        """The devices, to compile for.
+
+        Returns:
+          A mesh of one axis.
+
+        Raises:
+          RuntimeError: as `group`.
+        """
+        return replica_mesh(self._devices())
 
     def _devices(self) -> list[Any]:
         missing = missing_compiler()
