@@ -47,6 +47,8 @@ class Hook(NamedTuple):
     The function must call the comm's collectives in the same order on every replica."""
     name: str = "a hook of the user's own"
     """The name, which must be equal on all ranks."""
+    by_element: bool = False
+    """Whether it sums each element by itself, without a memory: then slices of a leaf may travel one by one."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"
@@ -54,7 +56,7 @@ class Hook(NamedTuple):
 
 def allreduce() -> Hook:
     """Sums buckets plainly (PyTorch's `allreduce_hook`)."""
-    return Hook(nothing, lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state), "allreduce")
+    return Hook(nothing, lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state), "allreduce", True)
 
 
 def split(bucket: GradBucket) -> list[Array]:

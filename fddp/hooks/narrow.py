@@ -18,7 +18,7 @@ def noop() -> Hook:
 
     Replicas then differ; only for debugging (PyTorch's `noop_hook`).
     """
-    return Hook(nothing, lambda comm, bucket, state: (bucket.buffer * comm.size, state), "noop")
+    return Hook(nothing, lambda comm, bucket, state: (bucket.buffer * comm.size, state), "noop", True)
 
 
 def bf16(hook: Hook | None = None) -> Hook:
@@ -36,7 +36,7 @@ def bf16(hook: Hook | None = None) -> Hook:
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         return hook.apply(replace(comm, all_reduce=partial(_narrow_all_reduce, comm, jnp.bfloat16)), bucket, state)
 
-    return Hook(hook.init, apply, f"bf16({hook.name})")
+    return Hook(hook.init, apply, f"bf16({hook.name})", hook.by_element)
 
 
 def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
@@ -62,7 +62,7 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
         narrow = partial(_narrow_all_reduce, comm, jnp.float16, by=predivide or comm.size)
         return hook.apply(replace(comm, all_reduce=narrow), bucket, state)
 
-    return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})")
+    return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})", hook.by_element)
 
 
 def is_float(dtype: Any) -> bool:

@@ -141,7 +141,7 @@ class Replica:
         """The buckets of what is trained, in this order; leaves without elements have nothing to send."""
         leaves = jax.tree.leaves(params)
         order = [one for one in order if np.size(leaves[one.leaf])]
-        few = (touched or {}) if self._apart else {}
+        few = (touched or {}) if self._summed and self._exact else {}
         tree = device_parts(self.group.placement, params)
         plan = plan_with_slices(tree, few, self.group.size, order=order, **self.options.bucketing)
         plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
@@ -149,7 +149,9 @@ class Replica:
 
     def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
         """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
-        return fill_buckets(params, loops, **self.options.bucketing) if self._apart else {}
+        hook = self.options.hook
+        apart = self._summed and (hook is None or hook.by_element)
+        return fill_buckets(params, loops, **self.options.bucketing) if apart else {}
 
     @property
     def _exact(self) -> bool:
@@ -158,9 +160,13 @@ class Replica:
         return options.hook is None and self.way.sums and not options.skip_all_reduce_unused_params
 
     @property
-    def _apart(self) -> bool:
-        """Whether rows, or slices, of a gradient may travel by themselves: each gradient is whole, and only summed."""
-        return self._exact and self.way.table_rows and not self.group.placement.other_axes
+    def _summed(self) -> bool:
+        """Whether each gradient is whole, travels in every step, and is only summed, by a hook or plainly.
+
+        Its rows, or slices of it, may then travel by themselves.
+        """
+        one_device = not self.group.placement.other_axes
+        return one_device and self.way.table_rows and not self.options.skip_all_reduce_unused_params
 
     def remembered(self, params: Any) -> Any:
         """The first memory of one replica's hook: for each trained leaf, in a tree like the parameters."""

@@ -144,6 +144,7 @@ def test_slices_become_ready_in_the_order_of_the_loops_rounds(group, x64):
         {"accumulation_steps": 2},
         {"find_unused_parameters": True},
         {"skip_nonfinite": True},
+        {"hook": fddp.hooks.allreduce()},
         {"broadcast_buffers": False, "donate": False},
     ],
     ids=str,
@@ -156,6 +157,26 @@ def test_slices_go_with_other_options(group, x64, options):
     )
     assert slices(step)
     compare(params, by_plain_jax(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("schedule", ["staged", "eager"])
+def test_slices_travel_in_sixteen_bits_as_whole_stacks_do(group, schedule):
+    def run(schedule: str) -> tuple[Any, Any]:
+        step = fddp.train_step(
+            net(SLICED["plainly"]),
+            optax.sgd(0.1),
+            group=group(2),
+            schedule=schedule,
+            bucket_cap_mb=CAP,
+            hook=fddp.hooks.bf16(),
+        )
+        return trained(step, jax.tree.map(np.float32, weights()))
+
+    sliced, got = run(schedule)
+    whole, expected = run("fused")
+    assert slices(sliced) and not slices(whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), got, expected)
 
 
 @pytest.mark.steps
@@ -183,7 +204,7 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
     ("options", "why"),
     [
         ({"schedule": "fused"}, "one program has no slices to send early"),
-        ({"schedule": "staged", "hook": fddp.hooks.bf16()}, "a hook is given leaves"),
+        ({"schedule": "staged", "hook": fddp.hooks.adasum()}, "a hook that weighs leaves is given all of each"),
         ({"schedule": "staged", "bucket_cap_mb": 25}, "all of it fits into a bucket"),
         ({"schedule": "staged", "groups": lambda name: name.partition("/")[0]}, "the user's groups hold leaves"),
     ],
