@@ -143,6 +143,8 @@ class BucketPlan:
     more where the scalars travel alone."""
     parts: int = 1
     """Number of equal parts in which each leaf is scattered and gathered, one a replica; 1: it is summed whole."""
+    collectives: tuple[str, ...] = ()
+    """The kinds of collectives that the loss holds, in JAX's words; they travel beside the messages."""
 
     def travelling(self, bucket: Bucket) -> tuple[Leaf, ...]:
         """Gives the leaves of a bucket with the dims in which they travel in it.
@@ -196,6 +198,7 @@ class BucketPlan:
         foot = (
             self.summary,
             *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"] * (self.parts > 1),
+            *[f"the loss has collectives of its own: {', '.join(self.collectives)}"] * bool(self.collectives),
             f"loss and metrics {tail}; digest {self.digest}",
         )
         return "\n".join([*table([head, *rows]), *foot])

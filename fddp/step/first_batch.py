@@ -41,8 +41,10 @@ class Seen(NamedTuple):
     schedule: Schedule
     told: Any
     """The forms of loss and aux."""
+    collectives: tuple[str, ...]
+    """The kinds of collectives that the loss holds."""
     spoken: Sequence[str]
-    """Lines on the collectives that the loss holds."""
+    """Lines on these, where they travel between stages."""
     digest: bytes
     """The digest of this rank's first rows."""
 
@@ -81,6 +83,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         reach=(paths(replica, state, batch), touched),
         schedule=schedule,
         told=told,
+        collectives=tuple(sorted(collectives(program))),
         spoken=described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else [],
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
     )

@@ -133,12 +133,13 @@ def _agreed(replica: Replica, seen: Seen) -> Agreed:
 
 def _plan(replica: Replica, seen: Seen, agreed: Agreed) -> BucketPlan:
     averaged = seen.state.model_state if replica.options.broadcast_buffers == "mean" else None
-    return replica.plan(
+    plan = replica.plan(
         seen.state.params,
         agreed.order,
         dtype=scalar_dtype(jax.tree.leaves((seen.told, averaged))),
         touched=agreed.touched,
     )
+    return replace(plan, collectives=seen.collectives)
 
 
 def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:

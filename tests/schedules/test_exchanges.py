@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from on_ranks.collectives import LOSSES, ROWS, clip
+from on_ranks.collectives import LOSSES, ROWS, clip, normalized
 from trees import close
 
 import fddp
@@ -33,6 +33,88 @@ def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, r
     got, found = f(PARAMS, batch(replicas))
     np.testing.assert_allclose(got, value, rtol=1e-10)
     close(found, jax.tree.map(jnp.asarray, grads))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"accumulation_steps": 2},
+    {"find_unused_parameters": True},
+    {"hook": fddp.hooks.allreduce()},
+    {"skip_nonfinite": True, "donate": False},
+    {"check_replicas_every": 1},
+    {"shard": "optimizer"},
+    {"shard": "state"},
+]
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize(
+    ("options", "schedule"),
+    [
+        (options, schedule)
+        for options in OPTIONS
+        for schedule in ("staged", "eager")
+        if (options, schedule) != ({"shard": "optimizer"}, "eager")  # which is refused
+    ],
+    ids=str,
+)
+def test_collectives_of_a_loss_go_with_other_options(group, x64, options, schedule):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    step = fddp.train_step(
+        lambda p, rows: normalized(p, rows, "replica"),
+        optimizer,
+        group=group(2),
+        schedule=schedule,
+        bucket_cap_mb=0,
+        **options,
+    )
+    state = step.init(PARAMS)
+    for turn in range(3):
+        state, _ = step(state, rows_of(turn))
+    count = options.get("accumulation_steps", 1)
+
+    def loss(params: Any, rows: Any) -> jax.Array:
+        # Replica r has rows 6r … 6r + 5; its micro-batches lie one behind the other.
+        parts = jax.tree.map(lambda x: x.reshape(2, count, -1, 6).swapaxes(0, 1).reshape(count, -1, 6), rows)
+        return jnp.mean(jax.vmap(lambda part: normalized(params, part, None))(parts))
+
+    close(fddp.whole(state.params), by_hand(loss, optimizer, [rows_of(turn) for turn in range(3)]))
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("schedule", ["staged", "eager"])
+def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64, schedule):
+    optimizer = optax.sgd(0.1)
+    step = fddp.train_step(
+        lambda p, rows: normalized(p, rows, "replica"), optimizer, group=group(2), schedule=schedule, bucket_cap_mb=0
+    )
+    state, _ = step.no_sync(step.init(PARAMS), rows_of(0))
+    state, _ = step(state, rows_of(1))
+
+    def loss(params: Any, rows: Any) -> jax.Array:
+        return (normalized(params, rows_of(0), None) + normalized(params, rows, None)) / 2
+
+    close(state.params, by_hand(loss, optimizer, [rows_of(1)]))
+
+
+def rows_of(turn: int) -> Any:
+    draw = np.random.default_rng(100 + turn)
+    return {name: draw.normal(size=(2 * ROWS, 6)) for name in ("image", "text")}
+
+
+def by_hand(loss: Any, optimizer: Any, batches: list[Any]) -> Any:
+    params: Any = jax.tree.map(jnp.asarray, PARAMS)
+    state = optimizer.init(params)
+    for rows in batches:
+        updates, state = optimizer.update(jax.grad(loss)(params, rows), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.steps
+def test_the_plan_names_the_kinds_of_collectives_that_the_loss_holds(group):
+    step = fddp.train_step(lambda p, rows: normalized(p, rows, "replica"), optax.sgd(0.1), group=group(2))
+    step(step.init(PARAMS), batch(2))
+    assert "the loss has collectives of its own: psum\n" in f"{step.plan}"
 
 
 @pytest.mark.steps
