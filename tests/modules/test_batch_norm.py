@@ -73,9 +73,12 @@ def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
-def test_unequal_counts_give_the_batchnorm_of_all_rows_that_count(group, x64, replicas):
-    f = fddp.value_and_grad(loss("replica"), group=group(replicas))
+@pytest.mark.parametrize(
+    ("replicas", "schedule"),
+    [(1, "fused"), (2, "fused"), (4, "fused"), (8, "fused"), (2, "after"), (4, "staged"), (2, "eager")],
+)
+def test_unequal_counts_give_the_batchnorm_of_all_rows_that_count(group, x64, replicas, schedule):
+    f = fddp.value_and_grad(loss("replica"), group=group(replicas), schedule=schedule, bucket_cap_mb=0)
     (value, (state, _)), grads = f(PARAMS, BATCH, model_state=STATE)
     (expected, averages), gradients = jax.value_and_grad(truth, has_aux=True)(PARAMS, STATE, VALID)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
