@@ -1,0 +1,198 @@
+"""Losses of loops and collectives, drawn at random, train as plain JAX trains on the joined batch, in float64."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from trees import close
+
+import fddp
+
+ROWS, WIDTH = 6, 4  # of a replica; two and three replicas divide the rows
+CAP = 0.0003  # MiB: two layers
+
+
+### Collectives over the replicas, and what they are on the joined rows
+
+# (x, axis or None, replicas) → x, changed by something that all replicas know
+Word = Callable[[Any, str | None, int], Any]
+
+
+def centred(x: Any, axis: str | None, replicas: int) -> Any:
+    mean = jnp.mean(x, 0)
+    return x - (jax.lax.pmean(mean, axis) if axis else mean)
+
+
+def scaled(x: Any, axis: str | None, replicas: int) -> Any:
+    total = jnp.sum(x**2, 0)
+    return x / jnp.sqrt((jax.lax.psum(total, axis) if axis else total) + 1)
+
+
+def below_the_largest(x: Any, axis: str | None, replicas: int) -> Any:
+    top = jnp.max(jax.lax.stop_gradient(x), 0)
+    return x - (jax.lax.pmax(top, axis) if axis else top)
+
+
+def attending(x: Any, axis: str | None, replicas: int) -> Any:
+    everybody = jax.lax.all_gather(x, axis, tiled=True) if axis else x
+    return x + jax.nn.softmax(x @ everybody.T) @ everybody
+
+
+def from_the_neighbour(x: Any, axis: str | None, replicas: int) -> Any:
+    if axis:
+        return x + jnp.sin(jax.lax.ppermute(x, axis, [(k, (k + 1) % replicas) for k in range(replicas)]))
+    return x + jnp.sin(jnp.roll(x, ROWS, 0))
+
+
+def dealt(x: Any, axis: str | None, replicas: int) -> Any:
+    if axis:
+        return x + jnp.cos(jax.lax.all_to_all(x, axis, 0, 0, tiled=True))
+    blocks = x.reshape(replicas, replicas, -1, WIDTH).swapaxes(0, 1)
+    return x + jnp.cos(blocks.reshape(x.shape))
+
+
+def from_all(x: Any, axis: str | None, replicas: int) -> Any:
+    place = jnp.arange(ROWS * replicas, dtype=x.dtype)[:, None] / ROWS
+    if axis:
+        return x + jax.lax.psum_scatter(place * jnp.mean(x, 0), axis, tiled=True)
+    return x + place * replicas * jnp.mean(x, 0)
+
+
+WORDS: tuple[Word, ...] = (centred, scaled, below_the_largest, attending, from_the_neighbour, dealt, from_all)
+
+
+### Programs
+
+
+class Loop(NamedTuple):
+    """A scan over layers."""
+
+    length: int
+    reverse: bool
+    unroll: int
+    remat: bool
+    inside: Word | None
+    """What each layer does with all rows; not over a part of the replicas' rows alone."""
+    results: bool
+    """Whether what each round makes is used, too."""
+
+
+class Drawn(NamedTuple):
+    """A loss, and how it is trained."""
+
+    parts: tuple[Loop | Word, ...]
+    replicas: int
+    options: dict[str, Any]
+
+
+LOOPS = st.builds(
+    Loop,
+    length=st.integers(1, 5),
+    reverse=st.booleans(),
+    unroll=st.integers(1, 2),
+    remat=st.booleans(),
+    inside=st.sampled_from([None, None, centred, attending]),
+    results=st.booleans(),
+)
+
+
+@st.composite
+def programs(draw: Any) -> Drawn:
+    """Up to three loops and five collectives, in any order."""
+    parts = draw(st.lists(LOOPS, max_size=3)) + draw(st.lists(st.sampled_from(WORDS), max_size=5))
+    options = draw(
+        st.fixed_dictionaries(
+            {"schedule": st.sampled_from(["fused", "staged", "eager"]), "bucket_cap_mb": st.sampled_from([0, CAP, 25])},
+            optional={
+                "shard": st.just("state"),
+                "find_unused_parameters": st.just(True),
+                "donate": st.just(False),
+                "skip_nonfinite": st.just(True),
+            },
+        )
+    )
+    return Drawn(tuple(draw(st.permutations(parts))), draw(st.integers(1, 3)), options)
+
+
+def params_of(drawn: Drawn) -> dict[str, Any]:
+    make = np.random.default_rng(len(drawn.parts)).normal
+    stacks = {
+        f"layers {at}": {
+            "kernel": make(size=(part.length, WIDTH, WIDTH)) / 3,
+            "bias": make(size=(part.length, WIDTH)) / 9,
+        }
+        for at, part in enumerate(drawn.parts)
+        if isinstance(part, Loop)
+    }
+    return {"first": make(size=(WIDTH, WIDTH)) / 2, "last": make(size=WIDTH)} | stacks
+
+
+def loss(drawn: Drawn, axis: str | None, params: Any, rows: Any) -> jax.Array:
+    x = rows @ params["first"]
+    for at, part in enumerate(drawn.parts):
+        x = looped(part, params[f"layers {at}"], x, axis) if isinstance(part, Loop) else part(x, axis, drawn.replicas)
+    return jnp.mean((jnp.tanh(x) @ params["last"] - 0.3) ** 2)
+
+
+def looped(loop: Loop, layers: Any, x: Any, axis: str | None) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        y = jnp.tanh(x @ w["kernel"] + w["bias"])
+        y = loop.inside(y, axis, 0) if loop.inside else y
+        return y, jnp.sum(y) if loop.results else None
+
+    body = jax.checkpoint(layer) if loop.remat else layer
+    y, sums = jax.lax.scan(body, x, layers, reverse=loop.reverse, unroll=loop.unroll)
+    if sums is None:
+        return y
+    total = jnp.sum(jnp.sin(sums)) if axis is None else jnp.sum(jnp.sin(jax.lax.psum(sums, axis)))
+    return y * total
+
+
+def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
+    """Three steps take the parameters to where plain JAX takes them."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    batches = [np.random.default_rng(turn).normal(size=(ROWS * drawn.replicas, WIDTH)) for turn in range(3)]
+    params = params_of(drawn)
+    step = fddp.train_step(partial(loss, drawn, "replica"), optimizer, group=group(drawn.replicas), **drawn.options)
+    state = step.init(params)
+    for rows in batches:
+        state, _ = step(state, rows)
+    opt_state = optimizer.init(params)
+    for rows in batches:
+        grads = jax.jit(jax.grad(partial(loss, drawn, None)))(params, rows)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+    close(fddp.whole(state.params), params)
+
+
+def drawn_often(count: int) -> Callable[[Any], Any]:
+    """So many programs, the same ones in each run."""
+    return hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+@pytest.mark.steps
+@drawn_often(12)
+@hypothesis.given(drawn=programs())
+def test_random_programs_of_loops_and_collectives_train_as_plain_jax(group, x64, drawn):
+    holds(group, drawn)
+
+
+@pytest.mark.slow
+@drawn_often(300)
+@hypothesis.given(drawn=programs())
+def test_three_hundred_random_programs_train_as_plain_jax(group, x64, drawn):
+    holds(group, drawn)
+    jax.clear_caches()
