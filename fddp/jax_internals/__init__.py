@@ -17,6 +17,7 @@ from fddp.jax_internals.collective_equations import sets_of as sets_of
 from fddp.jax_internals.collective_equations import ways_of as ways_of
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
 from fddp.jax_internals.configuration import asked_for as asked_for
+from fddp.jax_internals.configuration import compilation_cache as compilation_cache
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import with_configuration as with_configuration
 from fddp.jax_internals.configuration import without_jit as without_jit

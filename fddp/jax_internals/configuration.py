@@ -71,6 +71,11 @@ def without_jit() -> bool:
     return config.disable_jit.value
 
 
+def compilation_cache() -> str | None:
+    """The folder of JAX's compilation cache; None: it is not used."""
+    return config.compilation_cache_dir.value if config.enable_compilation_cache.value else None
+
+
 def transformed() -> bool:
     """Whether this is inside of a function that JAX traces: under jit, grad, vmap and their like."""
     return not core.trace_state_clean()

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from fddp.buckets import sub_byte
 from fddp.comm import REPLICATED, Group, Placement, of_one_replica
 from fddp.jax_internals import Jaxpr, callbacks, inner_programs
+from fddp.schedules.claims import each_by_one
 from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
@@ -162,11 +163,10 @@ def compiled(
       A program for each compute task, by its name.
     """
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
-    programs = Programs()
-    # Keeps the constants of each program alive, so that their ids stay unique.
-    known: dict[Any, tuple[Callable[..., Sequence[Any]], Sequence[Any]]] = {}
+    keys = dict[str, Any]()
+    known = dict[Any, _Traced]()
 
-    def program(task: Compute) -> Callable[..., Sequence[Any]]:
+    def trace(task: Compute) -> Any:
         read = [forms[name] for name in task.reads]
         jit = _program(placement, task)
         traced = jit.trace(*read)
@@ -178,30 +178,55 @@ def compiled(
         # Equal layers make equal stages: what XLA would get twice is compiled once.
         shapes = _shapes(read)
         told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
-        same = (lowered.as_text(), jax.tree.structure(read), *shapes, *told_apart)
+        text = lowered.as_text()
+        same = (text, jax.tree.structure(read), *shapes, *told_apart)
         if same not in known:
             # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another
             # layout, nor the token that MPI's collectives hand on.
             ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
-            made = lowered.compile() if ahead else first_call(jit, task.name, says)
-            known[same] = made, traced.jaxpr.consts
-        return known[same][0]
+            made = lowered.compile if ahead else partial(first_call, jit, task.name, says)
+            known[same] = _Traced(task.name, text, traced.jaxpr.consts, made)
+        return same
 
-    count = sum(isinstance(task, Compute) for task in listed.tasks)
     now = "a step"
+
+    def make(number: int) -> Callable[..., Sequence[Any]]:
+        nonlocal now
+        one = [*known.values()][number]
+        now = f"program {number + 1} of {len(known)} ({one.name})"
+        return one.make()
+
     with says(lambda: now):
         for task in listed.tasks:
             if isinstance(task, Compute):
-                now = f"program {len(programs) + 1} of {count} ({task.name})"
-                # A stage that writes nothing has nothing to do: other stages use what it waits for.
-                programs[task.name] = program(task) if task.writes else task.run
+                if task.writes:
+                    keys[task.name] = trace(task)
             else:
                 back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
                 if not task.writes[0].equal_everywhere:
                     back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
                 nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
                 forms.update(zip(task.writes, (back, nbytes)))
-    return programs
+        programs = dict(zip(known, each_by_one([one.text for one in known.values()], make)))
+    # A stage that writes nothing has nothing to do: other stages use what it waits for.
+    return {
+        task.name: programs[keys[task.name]] if task.writes else task.run
+        for task in listed.tasks
+        if isinstance(task, Compute)
+    }
+
+
+class _Traced(NamedTuple):
+    """A program that is still to be compiled."""
+
+    name: str
+    """The name of the first task that runs it."""
+    text: str
+    """The program, as XLA gets it."""
+    constants: Sequence[Any]
+    """Its constants, which are kept alive, so that their ids stay unique."""
+    make: Callable[[], Callable[..., Sequence[Any]]]
+    """Compiles it."""
 
 
 def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
