@@ -10,6 +10,8 @@ from models import gpt, mlp, resnet
 
 # 9.5 million parameters, 36 MiB of gradients.
 GPT_36MIB = gpt.GPT(vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=128)
+# As many in twice as many layers.
+GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidden=704, context=128)
 
 
 class Problem(NamedTuple):
@@ -25,7 +27,7 @@ def problem(name: str, seed: int) -> Problem:
     """Makes a problem by name, with a rank's own rows.
 
     Args:
-      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt" or "words".
+      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt", "gpt12" (of 12 layers) or "words".
       seed: of the rows.
 
     Returns:
@@ -39,6 +41,7 @@ def problem(name: str, seed: int) -> Problem:
         "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 2, seed, size=64)),
         "resnet50": (resnet, resnet.PRESETS["50"], lambda m: resnet.batch(m, 4, seed, size=64)),
         "gpt": (gpt, GPT_36MIB, lambda m: gpt.batch(m, 5, seed, length=96)),
+        "gpt12": (gpt, GPT_12, lambda m: gpt.batch(m, 5, seed, length=96)),
     }[name]
     batch = make(model)
     params, model_state = module.init(model, jax.random.key(0), batch)
