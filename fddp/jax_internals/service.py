@@ -5,7 +5,8 @@ import sys
 
 # Seconds without a sign of life after which JAX ends all processes in its own words: the watchers do so sooner, or know
 # better. And those that it waits for all at the end, its default.
-HEARTBEAT_S, SHUTDOWN_S = 7 * 86_400, 300
+HEARTBEAT_S = 7 * 86_400
+SHUTDOWN_S = 300
 
 
 def serve(address: str, size: int) -> None:
