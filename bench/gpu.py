@@ -1,161 +1,180 @@
-"""What do packing, the audit and NCCL do on a GPU that is really there?
+"""Does fddp do on a GPU what it says: train as plain JAX does, at no cost, over NCCL, from every launcher?
 
-    python bench/gpu.py [--quick]
+    python bench/gpu.py [--quick] [--parts same cost …]
 
-With bench/overhead.py this is all that needs a GPU; where there is none it asks the CPU the same, over Gloo.
+One command for a machine with one GPU or several, within eight minutes. Each part runs in a process of its own and has
+a share of the time that is left, so that none hides another: one that fails or is late is told as that. Where there is
+no GPU the same command rehearses all parts on CPUs, over Gloo and with tiny models, and saves nothing.
 
-  packing  pack and unpack of all gradients, over a copy of as many bytes: the floor that the memory sets
-  ranks    two ranks that share the GPU (NCCL 2.30 or later): their losses beside one replica's on the joined rows, and
-           what runs here beside what is compiled ahead of time for two of these GPUs
+  same       a fused step against plain JAX: losses and parameters after some steps, and whether bits are equal
+  ranks      losses over NCCL beside one replica's on the joined rows; two ranks share the GPU where there is one
+  cost       a fused step's time against a step by hand
+  packing    packing and unpacking all gradients against a copy of as many bytes
+  estimate   a step's time against the estimate of `fddp.audit`, at this chip's peak rates
+  memory     what shard=None, "optimizer" and "state" need on each rank
+  launchers  the GPU of each rank under fddp.launch, `python -m fddp run`, torchrun, mpirun, srun
+  scanned    a step over scanned layers with XLA's pipelined all-reduce, and without
+  ahead      the program of `ranks`, and the memory of eight replicas, compiled ahead of time
+
+It needs jax[cuda], flax, optax, numpy and jaxtyping, and runs from a checkout. Part `ahead` uses XLA's compiler alone,
+the package jax-cuda13-pjrt, which jax[cuda13] brings. The exit status is 1 where a part has failed or is wrong.
 """
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
-import optax
-
-import fddp
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.jobs import ending, start
-from bench.record import interleave, ratio, save
-from fddp.analysis.auditing.gpus import CHIPS
-from fddp.analysis.auditing.report import Audit
-from fddp.analysis.workload import read_model
-from fddp.buckets.packing import pack, unpack
+from bench.on_gpu import ahead, cost, estimates, launchers, ranks, same
+from bench.on_gpu.machine import REHEARSAL, Machine, look, one_gpu, variables
+from bench.on_gpu.words import rows, sentence, unsound
+from bench.record import save
+from fddp.wording import table
 
-RANKS, STEPS, PATIENCE_S = 2, 10, 600
+SECONDS = 465  # of eight minutes, with some left to start and to end
+LOOK_S = 90
+
+
+class Part(NamedTuple):
+    """One question."""
+
+    asked: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
+    """Makes functions that measure, by the name of what each measures."""
+    tell: Callable[[dict[str, Any]], str]
+    """Says figures in words."""
+    alone: bool
+    """Whether it is one process, which then sees one GPU."""
+    weight: float
+    """Its share of the time."""
+    env: Mapping[str, str] = {}
+
+
+PARTS = {
+    "same": Part(same.asked, same.tell, True, 4),
+    "ranks": Part(ranks.asked_of_training, ranks.tell_training, False, 1.5),
+    "cost": Part(cost.asked_of_steps, cost.tell_steps, True, 3),
+    "packing": Part(cost.asked_of_packing, cost.tell_packing, True, 0.5),
+    "estimate": Part(estimates.asked, estimates.tell, True, 2),
+    "memory": Part(ranks.asked_of_memory, ranks.tell_memory, False, 1.5),
+    "launchers": Part(launchers.asked, launchers.tell, False, 2),
+    "scanned": Part(ranks.asked_of_scanned, ranks.tell_scanned, False, 1),
+    "ahead": Part(ahead.asked, ahead.tell, True, 1, {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packing", nargs="+", default=("gpt:360m", "resnet:50"), help="model:preset, of models/")
-    parser.add_argument("--ranks", default="gpt:tiny:8", help="model:preset:rows of each rank")
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # model:preset:rows, path: this is one of the ranks
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone; nothing is saved")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few rounds; nothing is saved")
+    parser.add_argument("--out", help="write the figures into this file as well")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # its name, the machine, a file: this is a part
     args = parser.parse_args()
-    if args.rank:
-        return train(*args.rank)
-    # The ranks first: afterwards this process holds most of the GPU's memory.
-    results: dict[str, Any] = {"ranks": ranks(args.ranks)}
-    results["packing"] = {name: packing(name, rounds=5 if args.quick else 50) for name in args.packing}
-    print(json.dumps(results, indent=1))
-    if not args.quick:
-        print(save("gpu", results))
-    return None
+    if args.part:
+        return answer(args.part[0], json.loads(args.part[1]), Path(args.part[2]))
+    end = time.monotonic() + SECONDS
+    results = dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="fddp-gpu-") as folder:
+        env = variables(os.environ, folder)
+        machine = find(args.quick, env, Path(folder))
+        print(head(machine), flush=True)
+        for number, name in enumerate(args.parts):
+            weights = [PARTS[one].weight for one in args.parts[number:]]
+            seconds = (end - time.monotonic()) * weights[0] / sum(weights)
+            results[name] = run(name, machine, env, Path(folder) / f"{name}.jsonl", seconds)
+            print("\n".join(table(rows(name, results[name], PARTS[name].tell))), flush=True)
+    print(sentence(machine, results))
+    said = {"machine": machine._asdict(), **results}
+    if args.out:
+        Path(args.out).write_text(json.dumps(said, indent=1) + "\n")
+    if machine.on_gpu and not machine.quick and args.parts == list(PARTS):
+        os.environ |= env  # the record asks JAX for its devices
+        print(save("gpu", said))
+    sys.exit(1 if unsound(results) else 0)
 
 
-def packing(name: str, rounds: int) -> dict[str, Any]:
-    """Times packing and unpacking a model's gradients, and a copy of the buckets, in turn."""
-    params, _, _, _ = _model(f"{name}:1")
-    plan = fddp.make_plan(params)
-    packed = jax.jit(lambda tree: pack(plan, tree))
-    buckets = packed(params)
-    opened = jax.jit(lambda buckets: unpack(plan, buckets))
-    # Adding a number that is not known beforehand: XLA would hand a mere copy through.
-    copied = jax.jit(lambda tree, zero: jax.tree.map(lambda x: x + zero.astype(x.dtype), tree))
-    zero = jax.numpy.zeros(())
-    seconds = interleave(
-        {"copy": lambda: copied(buckets, zero), "pack": lambda: packed(params), "unpack": lambda: opened(buckets)},
-        rounds=rounds,
-    )
-    return {
-        "MiB": sum(bucket.nbytes for bucket in plan.buckets) / 2**20,
-        "buckets": len(plan.buckets),
-        **{f"{way}_us": 1e6 * float(np.median(values)) for way, values in seconds.items()},
-        **{f"{way} / copy": ratio(seconds[way], seconds["copy"]) for way in ("pack", "unpack")},
-    }
+def head(machine: Machine) -> str:
+    """The machine in words."""
+    if not machine.on_gpu:
+        return "No GPU was found: this is a rehearsal on CPUs. Its times say nothing of GPUs, and nothing is saved."
+    memory = f"{machine.memory_bytes / 2**30:.0f} GiB for JAX"
+    return f"{machine.gpus} × {machine.kind}, {memory}, NCCL {machine.nccl or 'of unknown version'}"
 
 
-def ranks(name: str) -> dict[str, Any]:
-    """Starts two ranks on this machine's first device and compares them with one replica; or says why they failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "said.json"
-        env = {
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "0",
-            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(0.8 / RANKS),
-            "NPROC": "2",
-        }
-        command = [sys.executable, __file__, "--rank", name, str(path)]
-        pipes: Any = {"stderr": subprocess.PIPE, "text": True}
-        with ending(start("nccl", RANKS, command, env, **pipes)) as jobs:
+### Parts, each a process
+
+
+def find(quick: bool, env: Mapping[str, str], folder: Path) -> Machine:
+    """Looks for GPUs in a process of its own, for this one must not hold their memory."""
+    found = _ended("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
+    if "failed" in found:
+        raise SystemExit(f"JAX does not start here: {found['failed']}")
+    return Machine(**found["figures"]["machine"])
+
+
+def run(name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds: float) -> dict[str, Any]:
+    """Asks one part.
+
+    Args:
+      name: of the part.
+      machine: the GPUs.
+      env: variables.
+      path: of a file for its answers.
+      seconds: that it may take.
+
+    Returns:
+      Its figures by the name of what they are of, and under "failed" what ended it, if something did.
+    """
+    part = PARTS[name]
+    seen = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
+    env = {**env, **seen, **part.env}
+    begin = time.monotonic()
+    ended = _ended(name, json.dumps(machine), env, path, seconds)
+    return ended | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def answer(name: str, given: Any, path: Path) -> None:
+    """Measures all that a part asks, in this process, and writes each answer down as soon as it is there."""
+    asked = {"machine": lambda: look(given)._asdict()} if name == "look" else PARTS[name].asked(Machine(*given))
+    with path.open("a") as file:
+        for what, measure in asked.items():
             try:
-                said = [job.communicate(timeout=PATIENCE_S)[1] for job in jobs]
-            except subprocess.TimeoutExpired:
-                return {"failed": f"no end after {PATIENCE_S} s"}
-        if any(job.returncode for job in jobs):
-            return {"failed": [text[-2000:] for text in said]}
-        return json.loads(path.read_text())
+                figures = measure()
+            except Exception as error:  # whatever XLA, NCCL or a launcher raises: the next one is still asked
+                figures = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
+            file.write(json.dumps({what: figures}) + "\n")
+            file.flush()
 
 
-def train(name: str, path: str) -> None:
-    """One rank's part: some steps and an audit; rank 0 trains alone on the joined rows too, and writes both down."""
-    group = fddp.init()
-    params, model_state, loss_fn, batch = _model(name)
-    rows = len(jax.tree.leaves(batch)[0]) // RANKS
-    mine = jax.tree.map(lambda x: x[group.rank * rows : (group.rank + 1) * rows], batch)
-    optimizer = optax.adamw(1e-3)
-
-    def losses(step: fddp.TrainStep, batch: Any) -> list[float]:
-        state, told = step.init(params, model_state=model_state), list[float]()
-        for _ in range(STEPS):
-            state, info = step(state, batch)
-            told.append(float(info.loss))
-        return told
-
-    step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True, schedule="fused", bucket_cap_mb=0.1)
-    together = losses(step, mine)
-    state = step.init(params, model_state=model_state)
-    here = fddp.audit(step, state, mine)
-    kind = jax.local_devices()[0].device_kind
-    chip = next((chip for chip in CHIPS if chip in kind.lower()), None)
-    ahead = fddp.audit(step, state, batch, target=f"{chip}:{RANKS}") if chip else None
-    alone = fddp.train_step(loss_fn, optimizer, group=group.subgroup([group.rank]), has_aux=True)
-    by_itself = losses(alone, batch)
-    if group.rank == 0:
-        said = {
-            "device": kind,
-            "backend": group.backend,
-            "losses": together,
-            "alone": by_itself,
-            "largest_difference": float(np.max(np.abs(np.subtract(together, by_itself)))),
-            "here": _told(here),
-            "ahead_of_time": None if ahead is None else _told(ahead),
-        }
-        Path(path).write_text(json.dumps(said))
-
-
-def _told(audit: Audit) -> dict[str, Any]:
-    return {
-        "buckets": len(audit.plan.buckets),
-        "collectives": len(audit.collectives),
-        "asynchronous": sum(collective.asynchronous for collective in audit.collectives),
-        "starts": [audit.label(k) for k in range(len(audit.collectives))],
-        "heavy_in_flight": [collective.heavy for collective in audit.collectives],
-        "heavy": audit.heavy,
-        "flops": audit.flops,
-        "problems": audit.problems(),
-    }
-
-
-def _model(name: str) -> tuple[Any, Any, Any, Any]:
-    """Parameters, buffers, loss, and the rows of all ranks together."""
-    workload, _, rows = name.rpartition(":")
-    module, preset = read_model(f"models.{workload}")
-    model = module.PRESETS[preset]
-    batch = module.batch(model, RANKS * int(rows))
-    params, model_state = module.init(model, jax.random.key(0), batch)
-    return params, model_state, module.loss_fn(model), batch
+def _ended(name: str, given: str, env: Mapping[str, str], path: Path, seconds: float) -> dict[str, Any]:
+    """Runs a part to its end, or ends it."""
+    command = [sys.executable, __file__, "--part", name, given, str(path)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=dict(env), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=max(seconds, 1))
+            failed = f"it ended with exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            failed = f"it had not ended after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that have left its group end with it
+                process.wait()
+        log.seek(0)
+        text = log.read().decode(errors="replace")[-1500:]
+    lines = path.read_text().splitlines() if path.exists() else []
+    figures = {what: found for line in lines for what, found in json.loads(line).items()}
+    return {"figures": figures, **({"failed": f"{failed}: {text}"} if failed else {})}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """What does fddp cost on one replica? A step against the same step written by hand, in one run.
 
 python bench/overhead.py [--quick]
-python bench/overhead.py --problems gpt:360m:8 resnet:50:128 --name overhead_gpu    # on a GPU
+On a GPU bench/gpu.py asks it.
 """
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.record import interleave, ratio, save, summary
+from bench.workload import Workload, read
 
 PROBLEMS = ("gpt:tiny:16", "resnet:18:4")
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--name", default="overhead", help="of the result's file")
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     args = parser.parse_args()
-    results = {problem: measure(*problem.split(":"), rounds=5 if args.quick else 60) for problem in args.problems}
+    results = {problem: measure(read(problem), rounds=5 if args.quick else 60) for problem in args.problems}
     for name, result in results.items():
         time, memory = result["fddp / by hand"], result["extra_memory_in_gradients"]
         print(f"{name}: {time['median']:.3f} of the hand-written step's time", end=" ")
@@ -38,13 +38,10 @@ def main() -> None:
         print(save(args.name, results))
 
 
-def measure(model_name: str, preset: str, rows: str, *, rounds: int) -> dict[str, Any]:
+def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
     """Times both steps in turn, and compares what XLA says of their memory."""
-    module = importlib.import_module(f"models.{model_name}")
-    model = module.PRESETS[preset]
-    batch = module.batch(model, int(rows))
-    params, model_state = module.init(model, jax.random.key(0), batch)
-    loss_fn, optimizer = module.loss_fn(model), optax.adamw(1e-3)
+    loss_fn, params, model_state, batch = workload
+    optimizer = optax.adamw(1e-3)
 
     by_hand = jax.jit(hand_written(loss_fn, optimizer), donate_argnums=0)
     mine = jax.tree.map(jnp.copy, (params, optimizer.init(params), model_state))

@@ -11,6 +11,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,13 @@ def save_picture(name: str, sheet: Any, *, dpi: int) -> Path:
 def provenance() -> dict[str, Any]:
     """Commit, versions, machine and date."""
     root = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    commit = ""
+    with suppress(OSError):  # no git
+        asked = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(asked, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
     model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {name: found for name in PACKAGES if (found := installed(name))},
         "python": platform.python_version(),

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import optax
 
 import fddp
 from fddp.analysis.auditing.targets import read_target
-from fddp.analysis.doctor import examine
+from fddp.analysis.doctor import examine, installed
 from fddp.analysis.reproduction import reproduce
 from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.workload import read_model, read_workload
@@ -38,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fddp", description="Look at a data-parallel step, before it runs and while it does."
     )
-    parser.add_argument("--version", action="version", version=f"fddp {version('fddp')}")
+    parser.add_argument("--version", action="version", version=f"fddp {installed('fddp') or '(a checkout)'}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for add in (add_run, add_plan, add_audit, add_measure, add_tune, add_reproduce, add_flight, add_doctor):
         add(commands)

@@ -3,8 +3,9 @@
 The GPU runs the program's operations one after the other, each for as long as its multiplications or its bytes take at
 the chip's peak. The link carries collectives in the order in which they start, each for as long as a ring takes. An
 operation that needs a collective waits for it. A loop with collectives runs round by round; any other is one operation
-of all its rounds. Launches, caches and the traffic's share of the GPU are left out: a real step is slower on both
-sides, and the estimate is for comparing schedules, not for promising milliseconds.
+of all its rounds. Launches and caches are left out, and that traffic takes a share of the GPU's memory bandwidth and of
+its multiprocessors, which NCCL chooses. A real step is slower on both sides: the estimate is for comparing schedules,
+not for promising milliseconds.
 
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """

@@ -1,0 +1,99 @@
+"""What fddp compiles ahead of time for GPUs of this kind; it uses none of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import fddp
+from bench.on_gpu.machine import CAP_MB, RANKED, Machine
+from fddp.analysis.auditing.report import Audit
+from fddp.analysis.auditing.targets import read_target
+from fddp.analysis.workload import read_workload
+
+SHARDS = (None, "optimizer", "state")
+REPLICAS = 8
+
+
+def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Audits the step of the part `ranks`, and reads what memory a state needs that eight replicas share."""
+    if machine.chip is None:
+        return {}
+    name = machine.held
+    memory = {f"{name}, shard={shard!r}": partial(memory_of, name, machine.chip, shard) for shard in SHARDS}
+    return {RANKED: partial(audited, RANKED, f"{machine.chip}:{machine.ranks}"), **memory}
+
+
+def audited(name: str, where: str) -> dict[str, Any]:
+    """Audits the step that the ranks run.
+
+    Args:
+      name: module:preset:rows of a replica.
+      where: the target.
+
+    Returns:
+      What the audit says.
+    """
+    workload, target = _read(name, where)
+    step, state = workload.step(target.group(), schedule="fused", bucket_cap_mb=CAP_MB)
+    return {"target": where, **told(fddp.audit(step, state, workload.batch, where))}
+
+
+def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
+    """Reads in a program that is compiled for eight GPUs what memory each of them needs.
+
+    Args:
+      name: module:preset:rows of a replica.
+      chip: the kind of GPU.
+      shard: as `fddp.train_step` takes it.
+
+    Returns:
+      Figures.
+    """
+    workload, target = _read(name, f"{chip}:{REPLICAS}")
+    step, state = workload.step(target.group(), schedule="fused", shard=shard)
+    lowered = step.lower(state, workload.batch)
+    return {"target": target.name, **allocated(lowered)}
+
+
+def allocated(lowered: Any) -> dict[str, float]:
+    """The MiB that XLA says a program has: arguments, and what it allocates beside them."""
+    compiled = lowered.compile()
+    memory: Any = compiled.memory_analysis()
+    more = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {"arguments_MiB": memory.argument_size_in_bytes / 2**20, "more_MiB": more / 2**20}
+
+
+def told(audit: Audit) -> dict[str, Any]:
+    """An audit, as JSON can hold it."""
+    return {
+        "buckets": len(audit.plan.buckets),
+        "collectives": len(audit.collectives),
+        "asynchronous": sum(collective.asynchronous for collective in audit.collectives),
+        "starts": [audit.label(k) for k in range(len(audit.collectives))],
+        "heavy_in_flight": [collective.heavy for collective in audit.collectives],
+        "heavy": audit.heavy,
+        "GFLOP": audit.flops / 1e9,
+        "problems": list(audit.problems()),
+    }
+
+
+def tell(figures: dict[str, Any]) -> str:
+    """The figures in words."""
+    if "arguments_MiB" in figures:
+        needs = f"{figures['arguments_MiB']:.2f} MiB of arguments and {figures['more_MiB']:.2f} beside them"
+        return f"{needs} on each of {figures['target']}"
+    return program_words(figures)
+
+
+def program_words(figures: dict[str, Any]) -> str:
+    """What an audit found, in words."""
+    return (
+        f"{figures['asynchronous']} of {figures['collectives']} collectives asynchronous, {figures['buckets']} buckets "
+        f"planned, {figures['heavy']} heavy operations; started: {', '.join(figures['starts'])}"
+    )
+
+
+def _read(name: str, where: str) -> tuple[Any, Any]:
+    target = read_target(where)
+    workload, _, rows = name.rpartition(":")
+    return read_workload(f"models.{workload}", int(rows) * target.size), target

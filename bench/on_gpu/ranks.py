@@ -1,0 +1,214 @@
+"""Ranks over NCCL: the losses of one replica, the program of the audit, the memory of shared states, scanned layers.
+
+Where there is one GPU two ranks share it. Their times then say nothing of a job with a GPU for each rank.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+import optax
+
+import fddp
+from bench.on_gpu.ahead import SHARDS, allocated, program_words, told
+from bench.on_gpu.machine import CAP_MB, RANKED, Machine, shared
+from bench.record import interleave, ratio, summary
+from bench.workload import Workload, read
+from fddp.comm import mesh_programs, replica_mesh
+
+STEPS = 10
+LOSS = 1e-4  # float32, after some steps of AdamW
+PIPELINED = "xla_gpu_enable_pipelined_all_reduce"
+AS_IT_IS = "as fddp has it"
+WAYS: dict[str, dict[str, str]] = {AS_IT_IS: {}, "on": {PIPELINED: "True"}, "off": {PIPELINED: "False"}}
+
+
+def on_ranks(machine: Machine, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs a function on all ranks, each a process.
+
+    Args:
+      machine: the GPUs.
+      fn: the function.
+      *args: its arguments.
+
+    Returns:
+      The results, in order of rank.
+    """
+    os.environ.update(shared(machine, os.environ))
+    return fddp.launch(fn, machine.ranks, *args)
+
+
+### The losses of one replica, and the program
+
+
+def asked_of_training(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Trains on all ranks and on one of them alone, on the rows of all."""
+    return {RANKED: lambda: on_ranks(machine, train)[0]}
+
+
+def train() -> dict[str, Any]:
+    """One rank's part.
+
+    Returns:
+      Figures, equal on all ranks but for what each has lost.
+    """
+    group = fddp.init()
+    workload = read(RANKED, group.size)
+    mine = _rows_of(workload.batch, group.rank, group.processes)
+    optimizer = optax.adamw(1e-3)
+
+    def losses(**options: Any) -> list[float]:
+        step, state = workload.step(optimizer, **options)
+        rows = mine if options["group"] is group else workload.batch
+        found = []
+        for _ in range(STEPS):
+            state, info = step(state, rows)
+            found.append(float(info.loss))
+        return found
+
+    with jax.default_matmul_precision("highest"):
+        together = losses(group=group, bucket_cap_mb=CAP_MB)
+        alone = losses(group=group.subgroup([group.rank]))
+    step, state = workload.step(optimizer, group=group, bucket_cap_mb=CAP_MB)
+    program = told(fddp.audit(step, state, mine))
+    apart = float(np.max(np.abs(np.subtract(together, alone)) / np.abs(alone)))
+    return {
+        "ranks": group.size,
+        "backend": group.backend,
+        "losses": together,
+        "alone": alone,
+        "largest_difference": apart,
+        "program": program,
+        **({} if apart <= LOSS else {"wrong": f"losses differ from one replica's by {apart:.1e} of them"}),
+    }
+
+
+def tell_training(figures: dict[str, Any]) -> str:
+    """The figures in words."""
+    return (
+        f"{figures['ranks']} ranks over {figures['backend']}: losses of {len(figures['losses'])} steps within "
+        f"{figures['largest_difference']:.1e} of one replica's; {program_words(figures['program'])}"
+    )
+
+
+### The memory of a shared state
+
+
+def asked_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Trains with each kind of `shard`, in fresh processes: nothing sets a device's peak back."""
+    name = machine.held
+    return {f"{name}, shard={shard!r}": lambda shard=shard: on_ranks(machine, use, name, shard)[0] for shard in SHARDS}
+
+
+def use(name: str, shard: Any) -> dict[str, Any]:
+    """One rank's part.
+
+    Args:
+      name: module:preset:rows of a replica.
+      shard: as `fddp.train_step` takes it.
+
+    Returns:
+      Figures of this rank's device.
+    """
+    group = fddp.init()
+    workload = read(name, group.size)
+    mine = _rows_of(workload.batch, group.rank, group.processes)
+    step, state = workload.step(optax.adamw(1e-3), group=group, shard=shard)
+    workload = Workload(workload.loss_fn, None, None, None)  # the first parameters would count
+    state, _ = step(state, mine)
+    state, info = step(state, mine)
+    jax.block_until_ready((state, info))
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    held = sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {
+        "ranks": group.size,
+        "state_MiB": held / 2**20,
+        **allocated(step.lower(state, mine)),
+        "peak_MiB": None if peak is None else peak / 2**20,
+        **({} if np.isfinite(float(info.loss)) else {"wrong": "the loss is not finite"}),
+    }
+
+
+def tell_memory(figures: dict[str, Any]) -> str:
+    """The figures in words."""
+    peak = figures["peak_MiB"]
+    measured = "the device tells no peak" if peak is None else f"the device's peak is {peak:.1f}"
+    return (
+        f"of {figures['ranks']} ranks each holds {figures['state_MiB']:.2f} MiB of state; the step has "
+        f"{figures['arguments_MiB']:.2f} of arguments and {figures['more_MiB']:.2f} beside them; {measured}"
+    )
+
+
+### Scanned layers
+
+
+def asked_of_scanned(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Times a step over scanned layers, with an option of XLA as fddp gives it, on, and off."""
+    return {machine.scanned: lambda: on_ranks(machine, scanned, machine.scanned, machine.rounds)[0]}
+
+
+def scanned(name: str, rounds: int) -> dict[str, Any]:
+    """One rank's part.
+
+    Args:
+      name: module:preset:rows of a replica.
+      rounds: how often each is timed.
+
+    Returns:
+      Figures for each way.
+    """
+    group = fddp.init()
+    workload = read(name, group.size)
+    mine = _rows_of(workload.batch, group.rank, group.processes)
+    seen = dict[str, Any]()
+    runs = dict[str, Callable[[], Any]]()
+    for way, options in WAYS.items():
+        step, state = workload.step(optax.sgd(1e-3), group=_group_with(options) if options else group, donate=False)
+        runs[way] = partial(step, state, mine)
+        seen[way] = told(fddp.audit(step, state, mine))
+    seconds = interleave(runs, rounds=rounds, pause=group.barrier)
+    return {
+        "ranks": group.size,
+        **{
+            way: {**summary(seconds[way]), "ratio": ratio(seconds[way], seconds[AS_IT_IS]), "program": seen[way]}
+            for way in WAYS
+        },
+    }
+
+
+def tell_scanned(figures: dict[str, Any]) -> str:
+    """The figures in words."""
+    times = "; ".join(
+        f"{way} {figures[way]['median_ms']:.2f} ms ({figures[way]['ratio']['median']:.3f})" for way in WAYS
+    )
+    program = figures[AS_IT_IS]["program"]
+    return (
+        f"{figures['ranks']} ranks, {PIPELINED} {times}; {program['asynchronous']} of {program['collectives']} "
+        "collectives asynchronous"
+    )
+
+
+def _group_with(options: dict[str, str]) -> fddp.Group:
+    """All ranks, whose programs XLA compiles with more options; XLA:CPU ignores those of GPUs."""
+    with ExitStack() as stack:
+        for name in ("CPU_OPTIONS", "GPU_OPTIONS"):
+            more = getattr(mesh_programs, name) | options
+            stack.enter_context(patch.object(mesh_programs, name, more))
+        return fddp.mesh_group(replica_mesh(jax.devices()))
+
+
+def _rows_of(batch: Any, rank: int, processes: int) -> Any:
+    """A process's own rows."""
+
+    def cut(x: Any) -> Any:
+        rows = len(x) // processes
+        return x[rank * rows : (rank + 1) * rows]
+
+    return jax.tree.map(cut, batch)

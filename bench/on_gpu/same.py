@@ -1,0 +1,102 @@
+"""Does a fused step train as plain JAX does, on one replica?
+
+Products are taken in full float32: with TF32, the default on GPUs, two programs differ by more than fddp ever would.
+What rounding does is told by plain JAX itself. It is run once more, for not every program of XLA gives the same bits
+each time on a GPU; and with the rows in the reverse order, which adds the same numbers in another one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bench.on_gpu.machine import Machine
+from bench.overhead import hand_written
+from bench.workload import read
+
+STEPS = 5
+# Of a loss, and of the way that the parameters have gone; or this many times what the order of the rows makes.
+LOSS, WAY, TIMES = 1e-5, 1e-3, 10
+
+
+def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Compares each model."""
+    return {name: partial(compare, name) for name in machine.models}
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Trains in three ways from the same parameters.
+
+    Args:
+      name: module:preset:rows.
+
+    Returns:
+      Figures.
+    """
+    with jax.default_matmul_precision("highest"):
+        work = read(name)
+        optimizer = optax.sgd(1e-2, momentum=0.9)
+        by_hand = jax.jit(hand_written(work.loss_fn, optimizer))
+
+        def plain(batch: Any) -> tuple[list[float], Any]:
+            held: Any = (work.params, optimizer.init(work.params), work.model_state)
+            losses = []
+            for _ in range(STEPS):
+                held, (loss, _) = by_hand(held, batch)
+                losses.append(float(loss))
+            return losses, held[0]
+
+        def fused() -> tuple[list[float], Any]:
+            step, state = work.step(optimizer)
+            losses = []
+            for _ in range(STEPS):
+                state, info = step(state, work.batch)
+                losses.append(float(info.loss))
+            return losses, state.params
+
+        expected = plain(work.batch)
+        ours = _difference(fused(), expected, work.params)
+        again = _difference(plain(work.batch), expected, work.params)
+        rows = jax.tree.map(lambda x: x[::-1], work.batch)
+        turned = _difference(plain(rows), expected, work.params)
+    fine = all(ours[what] <= max(limit, TIMES * turned[what]) for what, limit in (("loss", LOSS), ("way", WAY)))
+    return {
+        "steps": STEPS,
+        "first_and_last_loss": [expected[0][0], expected[0][-1]],
+        "fddp": ours,
+        "plain_again": again,
+        "plain_with_rows_reversed": turned,
+        **({} if fine else {"wrong": "it differs from plain JAX by more than rounding"}),
+    }
+
+
+def tell(figures: dict[str, Any]) -> str:
+    """The figures in words."""
+    ours = figures["fddp"]
+    bits = "the bits of plain JAX" if ours["bits_equal"] else "not the bits of plain JAX"
+    again = "its bits" if figures["plain_again"]["bits_equal"] else "other bits"
+    turned = figures["plain_with_rows_reversed"]
+    return (
+        f"{bits} after {figures['steps']} steps: losses differ by {ours['loss']:.1e}, parameters by {ours['way']:.1e} "
+        f"of their way; plain JAX again has {again}, with rows reversed {turned['loss']:.1e} and {turned['way']:.1e}"
+    )
+
+
+def _difference(one: tuple[list[float], Any], other: tuple[list[float], Any], start: Any) -> dict[str, Any]:
+    apart, gone, equal = _apart(one[1], other[1], start)
+    return {
+        "loss": max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(one[0], other[0])),
+        "way": float(apart / gone),
+        "bits_equal": one[0] == other[0] and bool(equal),
+    }
+
+
+@jax.jit
+def _apart(one: Any, other: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """How far two ends are from each other, how far one is from the start, and whether the two have equal bits."""
+    norm = optax.tree.norm
+    equal = jnp.array([jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))])
+    return norm(optax.tree.sub(one, other)), norm(optax.tree.sub(other, start)), jnp.all(equal)

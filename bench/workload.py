@@ -1,0 +1,51 @@
+"""A model of models/ with arrays: its loss, its first parameters, and a batch that lies on the device."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+import fddp
+from fddp.analysis.workload import read_model
+
+
+class Workload(NamedTuple):
+    """A loss with metrics, first parameters, and rows."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    model_state: Any
+    batch: Any
+
+    def step(self, optimizer: optax.GradientTransformation, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+        """A fused step and its first state.
+
+        Args:
+          optimizer: of optax.
+          **options: as `fddp.train_step` takes them.
+
+        Returns:
+          The step and the state.
+        """
+        step = fddp.train_step(self.loss_fn, optimizer, has_aux=True, schedule="fused", **options)
+        return step, step.init(self.params, model_state=self.model_state)
+
+
+def read(name: str, replicas: int = 1) -> Workload:
+    """Makes a workload.
+
+    Args:
+      name: module:preset:rows of a replica; preset@layers for as many layers of it.
+      replicas: how many there are rows for.
+
+    Returns:
+      The workload.
+    """
+    model_name, _, rows = name.rpartition(":")
+    preset_name, _, layers = model_name.partition("@")
+    module, preset = read_model(f"models.{preset_name}")
+    model = module.PRESETS[preset].clone(**({"layers": int(layers)} if layers else {}))
+    batch = jax.device_put(module.batch(model, replicas * int(rows)))
+    params, model_state = jax.jit(lambda: module.init(model, jax.random.key(0), batch))()
+    return Workload(module.loss_fn(model), params, model_state, batch)

@@ -1,0 +1,184 @@
+"""What a GPU is asked by bench/gpu.py can be asked on CPUs: every part ends, with figures that are right there too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+from bench.jobs import ending
+from bench.on_gpu.machine import LARGE, RANKED, Machine, look, one_gpu, shared, variables
+from bench.on_gpu.words import rows, sentence, unsound
+from bench.workload import read
+
+ROOT = Path(__file__).parents[1]
+SHARDS = ("None", "'optimizer'", "'state'")
+ONE = Machine("gpu", "NVIDIA H200", 1, int(126e9), "2.30.7", quick=False)
+FEW_S = 300  # a busy machine takes four times as long as an idle one
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """What all parts print and find: those of one process in one run, and those of ranks in another one beside it."""
+    folder = tmp_path_factory.mktemp("gpu")
+    # One device, and no launcher's word, whatever pytest was started with.
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    command = [sys.executable, "bench/gpu.py", "--quick", "--parts"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    printed, said = "", {}
+    halves = [[name for name, part in gpu.PARTS.items() if part.alone is alone] for alone in (True, False)]
+    files = [folder / f"{names[0]}.json" for names in halves]
+    commands = [[*command, *names, "--out", str(file)] for names, file in zip(halves, files)]
+    with ending([subprocess.Popen(words, cwd=ROOT, env=env, **pipes) for words in commands]) as jobs:
+        for job, file in zip(jobs, files):
+            printed = job.communicate(timeout=FEW_S)[0]
+            assert job.returncode == 0, printed
+            said |= json.loads(file.read_text())
+    assert set(said) == {"machine", *gpu.PARTS}
+    return printed, said
+
+
+def figures(rehearsed, name):
+    _, said = rehearsed
+    assert "failed" not in said[name]
+    found = said[name]["figures"]
+    assert found and [one for one in found.values() if {"failed", "wrong"} & set(one)] == []
+    return found
+
+
+### Each part
+
+
+@pytest.mark.ranks
+def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(rehearsed):
+    found = figures(rehearsed, "same")
+    assert {name.partition(":")[0] for name in found} == {"mlp", "resnet", "gpt", "bert", "scanned"}
+    for one in found.values():
+        first, last = one["first_and_last_loss"]
+        assert last < first  # it has trained, and parameters have gone a way
+        assert one["fddp"]["loss"] <= 1e-6 and one["fddp"]["way"] <= 1e-5
+        # The measure sees what rounding does.
+        assert one["plain_again"]["bits_equal"] and 0 < one["plain_with_rows_reversed"]["way"] <= 1e-3
+
+
+@pytest.mark.ranks
+def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehearsed):
+    (one,) = figures(rehearsed, "ranks").values()
+    assert one["ranks"] == 2 and one["backend"] == "gloo"
+    assert one["losses"][-1] < one["losses"][0] and one["losses"] == pytest.approx(one["alone"], rel=1e-5)
+    program = one["program"]
+    assert program["buckets"] > 1
+    assert program["starts"] == [f"bucket {k}" for k in range(program["buckets"])]
+    # The same step, compiled for GPUs that are not here.
+    ahead = figures(rehearsed, "ahead")[RANKED]
+    assert ahead["starts"] == program["starts"] and ahead["asynchronous"] == ahead["collectives"]
+    assert ahead["target"] == "h100:2"
+
+
+@pytest.mark.ranks
+def test_the_times_of_a_step_by_hand_of_packing_and_of_an_estimate_are_there(rehearsed):
+    for one in figures(rehearsed, "cost").values():
+        assert one["fddp / by hand"]["median"] > 0 and abs(one["extra_memory_in_gradients"]) < 1
+    for one in figures(rehearsed, "packing").values():
+        assert one["MiB"] > 0 and one["copy_bytes_per_s"] > 0 and one["pack / copy"]["median"] > 0
+    estimates = figures(rehearsed, "estimate")
+    # Three kernels and 16 rows: two operations a product, three products each but for the first input's gradient.
+    products = 2 * 16 * (3 * (16 * 32 + 32 * 32 + 32 * 8) - 16 * 32)
+    assert estimates["mlp:tiny:16"]["GFLOP"] == pytest.approx(products / 1e9)
+    assert all(one["measured / estimated"] > 1 for one in estimates.values())
+
+
+@pytest.mark.ranks
+def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
+    found = figures(rehearsed, "memory")
+    whole, moments, all_of_it = (found[f"mlp:tiny:16, shard={shard}"] for shard in SHARDS)
+    assert moments["state_MiB"] == pytest.approx(whole["state_MiB"] * 2 / 3, rel=0.05)  # two of three are AdamW's
+    assert all_of_it["state_MiB"] == pytest.approx(whole["state_MiB"] / 2, rel=0.05)
+    assert all_of_it["arguments_MiB"] < moments["arguments_MiB"] < whole["arguments_MiB"]
+    ahead = [figures(rehearsed, "ahead")[f"mlp:tiny:16, shard={shard}"]["arguments_MiB"] for shard in SHARDS]
+    assert ahead == sorted(ahead, reverse=True) and len(set(ahead)) == 3
+
+
+@pytest.mark.ranks
+def test_ranks_of_every_launcher_train_together(rehearsed):
+    found = figures(rehearsed, "launchers")
+    assert {"fddp.launch", "python -m fddp run", "srun's variables, one GPU a task"} <= set(found)
+    assert any("torchrun" in name for name in found) and any("mpi" in name.lower() for name in found)
+    for one in found.values():
+        assert [(rank["rank"], rank["mean"]) for rank in one["ranks"]] == [(0, 0.5), (1, 0.5)]
+
+
+@pytest.mark.ranks
+def test_scanned_layers_are_timed_with_the_option_of_xla_and_without(rehearsed):
+    (one,) = figures(rehearsed, "scanned").values()
+    assert all(one[way]["median_ms"] > 0 and one[way]["program"]["collectives"] for way in ("on", "off"))
+
+
+@pytest.mark.ranks
+def test_a_rehearsal_says_that_it_is_none_of_a_gpu(rehearsed):
+    printed, said = rehearsed
+    assert printed.startswith("No GPU was found") and not said["machine"]["gpus"]
+    assert "CPUs, in a rehearsal" in printed.splitlines()[-1]
+
+
+### What fails
+
+
+@pytest.mark.ranks
+def test_a_part_that_is_late_is_ended_and_keeps_what_it_has_said(tmp_path):
+    machine = Machine("cpu", "cpu", 0, 0, "", quick=True)
+    path = tmp_path / "same.jsonl"
+    path.write_text('{"earlier": {"wrong": "it differs"}}\n')
+    found = gpu.run("same", machine, variables(os.environ, str(tmp_path)), path, seconds=0.1)
+    assert "had not ended after" in found["failed"] and "earlier" in found["figures"]
+    shown = rows("same", found, lambda figures: "as it should be")
+    assert [row[2] for row in shown] == ["WRONG", "FAILED"] and "it differs" in shown[0][3]
+    assert unsound({"same": found}) == [("same", "earlier"), ("same", "ended early")]
+    assert "Not so: same (earlier), same (ended early)." in sentence(machine, {"same": found})
+
+
+def test_an_error_of_one_model_hides_none_of_the_others(tmp_path, monkeypatch):
+    def out_of_memory():
+        raise RuntimeError("RESOURCE_EXHAUSTED: \n 80 GiB")
+
+    def asked(machine):
+        return {"first": out_of_memory, "second": lambda: {"ms": 1.0}}
+
+    part = gpu.Part(asked, lambda figures: f"{figures['ms']} ms", True, 1)
+    monkeypatch.setitem(gpu.PARTS, "same", part)
+    gpu.answer("same", ONE, tmp_path / "said.jsonl")
+    lines = (tmp_path / "said.jsonl").read_text().splitlines()
+    found = {"figures": {name: figures for line in lines for name, figures in json.loads(line).items()}}
+    assert rows("same", found, part.tell) == [
+        ("same", "first", "FAILED", "RuntimeError: RESOURCE_EXHAUSTED: 80 GiB"),
+        ("same", "second", "ok", "1.0 ms"),
+    ]
+
+
+### Variables
+
+
+def test_ranks_share_one_gpu_and_have_one_each_of_several():
+    assert ONE.ranks == 2 and ONE.chip == "h200" and ONE.models == LARGE
+    ours = shared(ONE, {"CUDA_VISIBLE_DEVICES": "GPU-1f"})
+    assert ours["CUDA_VISIBLE_DEVICES"] == "GPU-1f" and ours["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert float(ours["XLA_CLIENT_MEM_FRACTION"]) == 0.4
+    several = ONE._replace(gpus=4)
+    assert several.ranks == 4 and "CUDA_VISIBLE_DEVICES" not in shared(several, {})
+    assert one_gpu({"CUDA_VISIBLE_DEVICES": "2,3"}) == {"CUDA_VISIBLE_DEVICES": "2"}
+    assert ONE._replace(kind="NVIDIA L4", memory_bytes=int(20e9)).chip is None
+
+
+def test_a_part_finds_the_checkout_first_and_then_what_was_there():
+    env = variables({"PYTHONPATH": "/site", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "/cache")
+    assert env["PYTHONPATH"] == f"{ROOT}{os.pathsep}/site"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env  # JAX refuses both names at once
+
+
+def test_the_layers_of_a_workload_can_be_fewer():
+    params = read("gpt:tiny@1:2").params
+    assert "layer_0" in params and "layer_1" not in params
+    assert look(quick=False).platform == "cpu"
