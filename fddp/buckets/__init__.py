@@ -29,7 +29,8 @@ from fddp.buckets.plan import MiB as MiB
 from fddp.buckets.plan import Slice as Slice
 from fddp.buckets.plan import Travelling as Travelling
 from fddp.buckets.plan import at_least as at_least
-from fddp.buckets.plan import part_size as part_size
+from fddp.buckets.plan import depth_of as depth_of
+from fddp.buckets.plan import part_dims as part_dims
 from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.plan import widened as widened
 from fddp.buckets.shards import Shard as Shard

@@ -24,6 +24,7 @@ from fddp.buckets import (
     Message,
     Messages,
     add_tail,
+    depth_of,
     is_shard,
     join,
     own_part,
@@ -229,12 +230,12 @@ class Parts:
         return self.plan.treedef.unflatten([old if new is None else new for new, old in leaves])
 
     def own(self, params: Any) -> Any:
-        """This replica's parts of what is trained, flat, in place of shards and of whole leaves."""
+        """This replica's parts of what is trained, in place of shards and of whole leaves."""
         size = self.replica.group.size
         index = self.replica.group.communicator.replica_index()
         chosen = set(self.replica.chosen(whole_forms(params)))
         leaves = [
-            x.parts if is_shard(x) else own_part(x, size, index) if i in chosen else x
+            x.parts if is_shard(x) else own_part(x, size, index, depth_of(x.size, x.shape, size)) if i in chosen else x
             for i, x in enumerate(_leaves(params))
         ]
         return self.plan.treedef.unflatten(leaves)

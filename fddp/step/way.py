@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # a replica knows its way
 # The parameters that are trained, None for those that stay as they are; the optimizer's state; the buffers, None where
 # they stay.
 Held: TypeAlias = tuple[Any, Any, Any]
-# A whole array → what one replica holds of it.
-Cut: TypeAlias = Callable[[Any], Shard]
+# (a whole array, the parameter that it belongs to) → what one replica holds of it.
+Cut: TypeAlias = Callable[[Any, Any], Shard]
+# A whole array → the copy of it that one replica holds.
+Copy: TypeAlias = Callable[[Any], Shard]
 
 
 class Facts(NamedTuple):
@@ -61,7 +63,7 @@ class Way(NamedTuple):
     the user, or ""."""
     check_batch: Callable[["Replica", Any, int], None]
     """(replica, batch, rows of a micro-batch): refuses a batch of a new form."""
-    hold: Callable[["Replica", Any, Any, Any, Cut, Cut], Held]
+    hold: Callable[["Replica", Any, Any, Any, Cut, Copy], Held]
     """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
     seen: Callable[["Replica", TrainState], TrainState]
     """(replica, state) → the state as gradients go by it; refuses one of another way."""
@@ -129,7 +131,7 @@ def _check_batch(replica: "Replica", batch: Any, rows: int) -> None:
     del replica, batch, rows
 
 
-def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut) -> Held:
+def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
     del replica, model_state, cut, copy
     return jax.tree.map(lambda x: None, trained), opt_state, None
 
