@@ -70,7 +70,7 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
 
 
 def taken(leaf: Array, bucket: Bucket) -> Array:
-    """What travels of a leaf in a bucket: all of it, or a slice."""
+    """The elements of a leaf that travel in a bucket: all of them, or a slice."""
     return leaf if bucket.slice is None else jax.lax.slice_in_dim(leaf, *bucket.slice)
 
 

@@ -76,7 +76,7 @@ def stacked(shard: Shard, replicas: int) -> Shard:
     return replace(shard, shape=(replicas, *shard.shape), copies=False) if shard.copies else shard
 
 
-def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped[Array, "replicas *part"]:
+def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped[Array, "replicas ... n"]:
     """Cuts an array into parts, one for each replica: the rows of the result.
 
     Args:
@@ -154,6 +154,7 @@ def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: 
     Returns:
       Whole leaves in the plan's tree, None for those that do not travel.
     """
+
     def whole(bucket: Bucket, flat: Array) -> list[Array]:
         parts = of_parts.travelling(bucket)
         rows = jax.lax.split(flat.reshape(replicas, -1), [part.size for part in parts], axis=1)

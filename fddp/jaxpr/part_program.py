@@ -1,8 +1,8 @@
 """Runs a program of whole arrays on parts of them.
 
 The constants in the program are those of whole arrays (the size that a mean divides by, say). Each rank applies its
-elementwise equations to parts, which lie alike for all arrays of a leaf and may be padded. Sums are made over all ranks. An equation that needs
-a leaf whole runs on one rank, the leaf's home.
+elementwise equations to parts, which lie alike for all arrays of a leaf and may be padded. Sums are made over all
+ranks. An equation that needs a leaf whole runs on one rank, the leaf's home.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -35,6 +35,7 @@ def alone(steps: LocalSteps) -> Way:
         runner=partial(_runner, steps),
         apart=True,
         table_rows=False,
+        slices=False,
     )
 
 

@@ -17,6 +17,7 @@ from fddp.buckets import (
     BucketPlan,
     Messages,
     Travelling,
+    depth_of,
     described_groups,
     fill_buckets,
     place_scalars,
@@ -149,17 +150,27 @@ class Replica:
 
     def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
         """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
-        return fill_buckets(params, loops, **self.options.bucketing) if self._apart else {}
+        if not (self._unchanged and self.way.slices) or self.group.placement.other_axes:
+            return {}
+        leaves = jax.tree.leaves(params)
+        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.size) for i in loops}
+        # Of a leaf that is cut as a whole no slice is scattered.
+        free = {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
+        return fill_buckets(params, free, **self.options.bucketing)
 
     @property
     def _exact(self) -> bool:
         """Whether messages come back as sums of what was sent."""
-        options = self.options
-        return options.hook is None and self.way.sums and not options.skip_all_reduce_unused_params
+        return self._unchanged and self.way.sums
+
+    @property
+    def _unchanged(self) -> bool:
+        """Whether gradients are only summed, and all of them."""
+        return self.options.hook is None and not self.options.skip_all_reduce_unused_params
 
     @property
     def _apart(self) -> bool:
-        """Whether rows, or slices, of a gradient may travel by themselves: each gradient is whole, and only summed."""
+        """Whether rows of a gradient may travel by themselves: each gradient is whole, and only summed."""
         return self._exact and self.way.table_rows and not self.group.placement.other_axes
 
     def remembered(self, params: Any) -> Any:

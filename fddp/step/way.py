@@ -89,6 +89,8 @@ class Way(NamedTuple):
     """Whether messages are plain sums over replicas, in which scalars ride exactly."""
     table_rows: bool
     """Whether these are sums of gradients, of which a few rows may travel alone."""
+    slices: bool
+    """Whether slices of gradients, some layers of a stack, may travel as messages of their own."""
 
 
 def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
@@ -179,5 +181,6 @@ WHOLE = Way(
     scattered=False,
     sums=True,
     table_rows=True,
+    slices=True,
 )
 """Every replica holds all of the state and updates all of it; other ways are made of this one, with some fields new."""
