@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from fddp.buckets.part_forms import part_of
 from fddp.wording import table
 
 MiB = 2**20
-MOST_LAYERS = 256  # no loop over layers has more; arrays with more rows are matrices and tables
-LINE = 32  # 128 bytes of 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class Leaf:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.size * self.dtype.itemsize
-
-    def part(self, parts: int) -> tuple[int, ...]:
-        """The dims of each of so many equal parts, padding included."""
-        return part_dims(self.size, parts, depth_of(self.size, self.shape, parts))
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -168,7 +163,7 @@ class BucketPlan:
     def padding(self) -> int:
         """Bytes of padding: zeros behind leaves, or layers, whose size the number of parts does not divide."""
         leaves = [self.leaves[i] for i in {i for bucket in self.buckets for i in bucket.leaves}]
-        return sum((math.prod(x.part(self.parts)) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
+        return sum((math.prod(part_of(x.shape, self.parts)) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
 
     @property
     def carrier(self) -> Message:
@@ -261,47 +256,6 @@ def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
 def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
     """The dtype that holds all numbers of two dtypes; an integer dtype is returned as it is."""
     return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
-
-
-def part_dims(size: int, parts: int, depth: int = 1) -> tuple[int, ...]:
-    """Finds the dims of each of `parts` equal parts of an array, padding at the ends included.
-
-    Args:
-      size: elements of the array.
-      parts: number of parts.
-      depth: number of layers that are cut each by itself; 1: the array is cut as a whole.
-
-    Returns:
-      The dims: a row for each layer where there are several, else the part is flat.
-
-    Example:
-      >>> part_dims(12 * 100, 8), part_dims(12 * 100, 8, depth=12)
-      ((150,), (12, 13))
-    """
-    width = -(-(size // depth) // parts)
-    return (depth, width) if depth > 1 else (width,)
-
-
-def depth_of(size: int, shape: tuple[int, ...], parts: int) -> int:
-    """Finds how many layers of an array are cut each by itself: those of a stack, which loops make layer by layer.
-
-    Forms alone decide, as a state is laid out before a loop is seen. Each part of a layer is at least a line of a GPU's
-    cache, so that padding is less than 3 %, and copies are as fast as those of whole arrays.
-
-    Args:
-      size: elements of an array that belongs to a leaf: the leaf's own number, or the array is cut as a whole.
-      shape: dims of the leaf.
-      parts: number of parts.
-
-    Returns:
-      The number; 1: the array is cut as a whole.
-
-    Example:
-      >>> depth_of(12 * 64 * 64, (12, 64, 64), 8), depth_of(64, (64,), 8), depth_of(3000 * 64, (3000, 64), 8)
-      (12, 1, 1)
-    """
-    stack = 1 < (shape or (1,))[0] <= MOST_LAYERS and size == math.prod(shape) and size >= shape[0] * parts * LINE
-    return shape[0] if stack else 1
 
 
 def _holds(bucket: Bucket, bits: int) -> bool:

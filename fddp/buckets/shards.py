@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from fddp.buckets.packing import joined, put_together, taken
-from fddp.buckets.plan import Bucket, BucketPlan, part_dims
+from fddp.buckets.part_forms import part_dims, part_of
+from fddp.buckets.plan import Bucket, BucketPlan
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def there(size: int, replicas: int, index: Int32[Array, ""], depth: int = 1) -> 
 
 def plan_of_parts(plan: BucketPlan) -> BucketPlan:
     """The plan of the same buckets, each with one replica's parts of its leaves."""
-    leaves = tuple(replace(leaf, shape=leaf.part(plan.parts)) for leaf in plan.leaves)
+    leaves = tuple(replace(leaf, shape=part_of(leaf.shape, plan.parts)) for leaf in plan.leaves)
     of_parts = replace(plan, leaves=leaves, parts=1)
     buckets = [replace(bucket, size=sum(x.size for x in of_parts.travelling(bucket))) for bucket in plan.buckets]
     return replace(of_parts, buckets=tuple(buckets))
