@@ -21,6 +21,8 @@ from fddp.buckets.messages import scalar_dtype as scalar_dtype
 from fddp.buckets.messages import take_tail as take_tail
 from fddp.buckets.packing import pack as pack
 from fddp.buckets.packing import unpack as unpack
+from fddp.buckets.part_forms import depth_of as depth_of
+from fddp.buckets.part_forms import part_dims as part_dims
 from fddp.buckets.plan import Bucket as Bucket
 from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
@@ -29,7 +31,6 @@ from fddp.buckets.plan import MiB as MiB
 from fddp.buckets.plan import Slice as Slice
 from fddp.buckets.plan import Travelling as Travelling
 from fddp.buckets.plan import at_least as at_least
-from fddp.buckets.plan import part_size as part_size
 from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.plan import widened as widened
 from fddp.buckets.shards import Shard as Shard

@@ -1,6 +1,6 @@
 """Packs a tree into bucket arrays, and unpacks it again: the only place that knows how leaves lie in a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +37,10 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
     except ValueError as error:
         raise ValueError(f"the tree does not fit the plan, which is for {plan.treedef}: {error}") from None
 
-    def taken(i: int, bucket: Bucket) -> Array:
-        leaf = _as_planned(plan, i, leaves[i])
-        return leaf if bucket.slice is None else jax.lax.slice_in_dim(leaf, *bucket.slice)
+    def pieces(bucket: Bucket) -> list[Array]:
+        return [taken(_as_planned(plan, i, leaves[i]), bucket) for i in bucket.leaves]
 
-    return tuple(joined([taken(i, bucket) for i in bucket.leaves], bucket.dtype) for bucket in plan.buckets)
+    return tuple(joined(pieces(bucket), bucket.dtype) for bucket in plan.buckets)
 
 
 def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
@@ -61,15 +60,30 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
     planned = [(b.size,) for b in plan.buckets]
     if got != planned:
         raise ValueError(f"buckets of shapes {got} do not fit the plan, which has {planned}.")
-    came: list[dict[int, Array]] = [{} for _ in plan.leaves]  # leaf → where a slice begins → the slice
-    for bucket, flat in zip(plan.buckets, buckets):
+
+    def pieces(bucket: Bucket, flat: Array) -> list[Array]:
         leaves = plan.travelling(bucket)
-        for i, leaf, piece in zip(bucket.leaves, leaves, jax.lax.split(flat, [leaf.size for leaf in leaves])):
-            came[i][bucket.slice.begin if bucket.slice else 0] = piece.reshape(leaf.shape)
-    return jax.tree.unflatten(plan.treedef, [_put_together(pieces) for pieces in came])
+        split = jax.lax.split(flat, [leaf.size for leaf in leaves])
+        return [piece.reshape(leaf.shape) for leaf, piece in zip(leaves, split)]
+
+    return put_together(plan, map(pieces, plan.buckets, buckets))
 
 
-def _put_together(pieces: dict[int, Array]) -> Array | None:
+def taken(leaf: Array, bucket: Bucket) -> Array:
+    """The elements of a leaf that travel in a bucket: all of them, or a slice."""
+    return leaf if bucket.slice is None else jax.lax.slice_in_dim(leaf, *bucket.slice)
+
+
+def put_together(plan: BucketPlan, pieces: Iterable[Sequence[Array]]) -> Any:
+    """The tree of what came in the buckets, for each bucket its leaves or slices of them; None for what did not."""
+    came: list[dict[int, Array]] = [{} for _ in plan.leaves]  # leaf → where a slice begins → the slice
+    for bucket, some in zip(plan.buckets, pieces):
+        for i, piece in zip(bucket.leaves, some):
+            came[i][bucket.slice.begin if bucket.slice else 0] = piece
+    return jax.tree.unflatten(plan.treedef, [_of_slices(each) for each in came])
+
+
+def _of_slices(pieces: dict[int, Array]) -> Array | None:
     """Puts a leaf together of its slices; None, if it has none."""
     if len(pieces) < 2:
         return next(iter(pieces.values()), None)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from fddp.buckets.part_forms import part_of
 from fddp.wording import table
 
 MiB = 2**20
@@ -162,9 +163,9 @@ class BucketPlan:
 
     @property
     def padding(self) -> int:
-        """Bytes of padding: zeros behind leaves whose size the number of parts does not divide."""
-        leaves = [self.leaves[i] for bucket in self.buckets for i in bucket.leaves]
-        return sum((part_size(x.size, self.parts) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
+        """Bytes of padding: zeros behind leaves, or layers, whose size the number of parts does not divide."""
+        leaves = [self.leaves[i] for i in {i for bucket in self.buckets for i in bucket.leaves}]
+        return sum((math.prod(part_of(x.shape, self.parts)) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
 
     @property
     def carrier(self) -> Message:
@@ -258,11 +259,6 @@ def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
 def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
     """The dtype that holds all numbers of two dtypes; an integer dtype is returned as it is."""
     return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
-
-
-def part_size(size: int, parts: int) -> int:
-    """Elements of each of `parts` equal parts of an array, padding at the end included."""
-    return -(-size // parts)
 
 
 def _holds(bucket: Bucket, bits: int) -> bool:

@@ -1,8 +1,9 @@
 """Cuts leaves and buckets into equal parts, one for each replica, so that a sum can be scattered and gathered.
 
-A leaf is taken flat, padded with zeros, and cut into as many parts as there are replicas. A bucket holds the first
-replica's parts of its leaves, then the second one's, and so on. So a reduce-scatter gives a replica the bucket of its
-parts, on which an elementwise program can work, and an all-gather puts the leaves together again.
+A leaf is taken flat, padded with zeros, and cut into as many parts as there are replicas. Of a stack each layer is cut
+so, by itself: some layers of a replica's part are then its part of these layers, and can travel alone. A bucket holds
+the first replica's parts of its leaves, then the second one's, and so on. So a reduce-scatter gives a replica the
+bucket of its parts, on which an elementwise program can work, and an all-gather puts the leaves together again.
 
 Source: ZeRO (Rajbhandari et al., SC 2020); the flat parameters of PyTorch's FullyShardedDataParallel.
 """
@@ -17,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Shaped
 
-from fddp.buckets.packing import pack, unpack
-from fddp.buckets.plan import BucketPlan, part_size
+from fddp.buckets.packing import joined, put_together, taken
+from fddp.buckets.part_forms import part_dims, part_of
+from fddp.buckets.plan import Bucket, BucketPlan
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,16 @@ class Shard:
     """
 
     parts: Any
-    """The parts, flat, in order of replicas (under MPI this rank's own), with padding at the end; None: taken out."""
+    """The parts in order of replicas (under MPI this rank's own), flat or with a row for each layer, with padding at
+    the ends; None: taken out."""
     shape: tuple[int, ...]
     """Dims of the whole array."""
     copies: bool = False
     """Whether each part is a whole array, which may differ between replicas."""
     ranks: tuple[int, ...] | None = None
     """The processes that hold the parts, by their number in the whole job; None: the arrays' own mesh names them."""
+    depth: int = 1
+    """Number of layers that are cut each by itself; 1: the array is cut as a whole."""
 
     def __repr__(self) -> str:
         kind = "Copies" if self.copies else "Shard"
@@ -48,7 +53,7 @@ class Shard:
         return f"{kind} of shape {list(self.shape)}{held}"
 
 
-jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks"])
+jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks", "depth"])
 
 
 def is_shard(x: Any) -> bool:
@@ -72,33 +77,51 @@ def stacked(shard: Shard, replicas: int) -> Shard:
     return replace(shard, shape=(replicas, *shard.shape), copies=False) if shard.copies else shard
 
 
-def as_rows(x: Shaped[Array, " *dims"], replicas: int) -> Shaped[Array, "replicas n"]:
-    """Cuts an array into parts, one for each replica: the rows of the result."""
-    filled = part_size(x.size, replicas) * replicas - x.size
-    return jnp.pad(x.reshape(-1), (0, filled)).reshape(replicas, -1)
+def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped[Array, "replicas ... n"]:
+    """Cuts an array into parts, one for each replica: the rows of the result.
+
+    Args:
+      x: the array.
+      replicas: number of replicas.
+      depth: number of layers along its first dim that are cut each by itself.
+
+    Returns:
+      A part for each replica, with the dims of `part_dims`.
+    """
+    dims = part_dims(x.size, replicas, depth)
+    layers = x.reshape(depth, x.size // depth)
+    filled = jnp.pad(layers, ((0, 0), (0, dims[-1] * replicas - x.size // depth)))
+    # Whole rows are copied: XLA's CPU backend transposes number by number.
+    return jnp.stack(jnp.split(filled, replicas, axis=1)).reshape(replicas, *dims)
 
 
-def of_rows(rows: Shaped[Array, "replicas n"], shape: tuple[int, ...]) -> Shaped[Array, " *dims"]:
-    """Puts the parts of an array together: the inverse of `as_rows`."""
-    return rows.reshape(-1)[: prod(shape)].reshape(shape)
+def of_rows(rows: Shaped[Array, "... n"], shape: tuple[int, ...], depth: int = 1) -> Shaped[Array, " *dims"]:
+    """Puts the parts of an array together, in the order of replicas: the inverse of `as_rows`."""
+    width = rows.shape[-1]
+    replicas = prod(rows.shape[:-1]) // depth
+    layers = jnp.swapaxes(rows.reshape(replicas, depth, width), 0, 1).reshape(depth, replicas * width)
+    return layers[:, : prod(shape) // depth].reshape(shape)
 
 
-def own_part(x: Shaped[Array, " *dims"], replicas: int, index: Int32[Array, ""]) -> Shaped[Array, " n"]:
+def own_part(
+    x: Shaped[Array, " *dims"], replicas: int, index: Int32[Array, ""], depth: int = 1
+) -> Shaped[Array, " *part"]:
     """The part of an array that replica `index` holds."""
-    return jax.lax.dynamic_index_in_dim(as_rows(x, replicas), index, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(as_rows(x, replicas, depth), index, keepdims=False)
 
 
-def there(size: int, replicas: int, index: Int32[Array, ""]) -> Bool[Array, " n"]:
+def there(size: int, replicas: int, index: Int32[Array, ""], depth: int = 1) -> Bool[Array, " *part"]:
     """Marks the elements of a replica's part that belong to the array; the others are padding."""
-    part = part_size(size, replicas)
-    return index * part + jnp.arange(part) < size
+    dims = part_dims(size, replicas, depth)
+    return jnp.broadcast_to(index * dims[-1] + jnp.arange(dims[-1]) < size // depth, dims)
 
 
 def plan_of_parts(plan: BucketPlan) -> BucketPlan:
     """The plan of the same buckets, each with one replica's parts of its leaves."""
-    leaves = tuple(replace(leaf, shape=(part_size(leaf.size, plan.parts),)) for leaf in plan.leaves)
-    buckets = [replace(bucket, size=sum(leaves[i].size for i in bucket.leaves)) for bucket in plan.buckets]
-    return replace(plan, leaves=leaves, buckets=tuple(buckets), parts=1)
+    leaves = tuple(replace(leaf, shape=part_of(leaf.shape, plan.parts)) for leaf in plan.leaves)
+    of_parts = replace(plan, leaves=leaves, parts=1)
+    buckets = [replace(bucket, size=sum(x.size for x in of_parts.travelling(bucket))) for bucket in plan.buckets]
+    return replace(of_parts, buckets=tuple(buckets))
 
 
 def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
@@ -112,8 +135,13 @@ def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Ar
     Returns:
       One flat array for each bucket.
     """
-    rows = jax.tree.map(lambda x: as_rows(x, replicas), tree)
-    return tuple(bucket.reshape(-1) for bucket in jax.vmap(partial(pack, of_parts))(rows))
+    leaves = of_parts.treedef.flatten_up_to(tree)
+
+    def rows(bucket: Bucket) -> list[Array]:
+        parts = zip(bucket.leaves, of_parts.travelling(bucket))
+        return [as_rows(taken(leaves[i], bucket), replicas, prod(part.shape[:-1])) for i, part in parts]
+
+    return tuple(jax.vmap(partial(joined, dtype=bucket.dtype))(rows(bucket)).reshape(-1) for bucket in of_parts.buckets)
 
 
 def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
@@ -128,9 +156,14 @@ def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: 
     Returns:
       Whole leaves in the plan's tree, None for those that do not travel.
     """
-    rows = jax.vmap(partial(unpack, of_parts))([bucket.reshape(replicas, -1) for bucket in buckets])
-    leaves = zip(plan.leaves, plan.treedef.flatten_up_to(rows))
-    return plan.treedef.unflatten([None if x is None else of_rows(x, leaf.shape) for leaf, x in leaves])
+
+    def whole(bucket: Bucket, flat: Array) -> list[Array]:
+        parts = of_parts.travelling(bucket)
+        rows = jax.lax.split(flat.reshape(replicas, -1), [part.size for part in parts], axis=1)
+        forms = zip(rows, parts, plan.travelling(bucket))
+        return [of_rows(x.reshape(replicas, *part.shape), leaf.shape, prod(part.shape[:-1])) for x, part, leaf in forms]
+
+    return put_together(plan, map(whole, plan.buckets, buckets))
 
 
 def take_apart(tree: Any) -> tuple[Any, list[Shaped[Array, " n"]]]:

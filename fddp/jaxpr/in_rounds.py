@@ -3,8 +3,9 @@
 The body is the same, and so is the order of its rounds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from fddp.jax_internals import (
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
@@ -23,7 +25,7 @@ from fddp.jax_internals import (
     shorter_scan,
 )
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.flow import arrival
+from fddp.jaxpr.flow import arrival, flow
 from fddp.jaxpr.part_kinds import ELEMENTWISE
 from fddp.jaxpr.rounds import Bounds, wanted_slices, with_slices
 
@@ -57,20 +59,42 @@ def in_rounds(closed: ClosedJaxpr, onto: Mapping[int, int], comes: Mapping[int, 
     program = straighten(closed)
     jaxpr = program.jaxpr
     when = arrival(jaxpr, comes)
-    bounds = wanted_slices(jaxpr, when)
+    bounds = wanted_slices(jaxpr, when, [jaxpr.outvars[number] for number in onto])
     begins = sorted({begin for one in bounds.values() for begin, _ in one})
     if not begins:
         return None
+
+    first, then = _reading_last(jaxpr, bounds, [jaxpr.outvars[out] for out in onto])
 
     def run(*args: Any) -> list[Any]:
         count = len(jaxpr.invars)
         rewriting = _Rewriting(program, bounds, dict(zip(begins, args[count:])))
         rewriting.values.update(zip(jaxpr.invars, args[:count]))
-        for eqn in jaxpr.eqns:
+        for eqn in first:
             rewriting.make(eqn)
-        return rewriting.outputs({jaxpr.outvars[out]: jaxpr.invars[into] for out, into in onto.items()}, when)
+        between = rewriting.write({jaxpr.outvars[out]: jaxpr.invars[into] for out, into in onto.items()}, when)
+        for eqn in then:
+            rewriting.make(eqn)
+        return [*rewriting.outputs(), *between]
 
     return InRounds(run, tuple(begins))
+
+
+def _reading_last(
+    jaxpr: Jaxpr, bounds: Mapping[Var, Bounds], written: Sequence[Any]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Puts behind what is written those equations that only read slices of it: they leave its memory to the writing."""
+
+    def reads(eqn: JaxprEqn, given: list[bool]) -> list[bool]:
+        source = eqn.invars[0] if eqn.invars else None
+        slices = bounds.get(source, ()) if isinstance(source, Var) else ()
+        return [any(given) or along_first_dim(eqn) in slices] * len(eqn.outvars)
+
+    late = flow(jaxpr, [False] * len(jaxpr.invars), reads, lambda atom: False)
+    if any(map(late, written)):
+        return list(jaxpr.eqns), []
+    then = [bool(eqn.outvars) and late(eqn.outvars[0]) for eqn in jaxpr.eqns]
+    return [eqn for eqn, last in zip(jaxpr.eqns, then) if not last], list(compress(jaxpr.eqns, then))
 
 
 class _Sliced(NamedTuple):
@@ -92,6 +116,7 @@ class _Rewriting:
         self._bounds = bounds
         self._starts = starts
         self._written: dict[Any, Any] = {}  # inputs, with the slices that are written into them
+        self._done: dict[Any, Any] = {}  # outputs, once all their slices are written
         self.values: dict[Var, Any] = dict(zip(program.jaxpr.constvars, program.consts))
 
     def make(self, eqn: JaxprEqn) -> None:
@@ -114,13 +139,16 @@ class _Rewriting:
             made = run_as_it_is(self._program, eqn, [self._whole(atom) for atom in eqn.invars])
             self.values.update(zip(eqn.outvars, made))
 
-    def outputs(self, onto: Mapping[Var, Var], when: Callable[[Any], int]) -> list[Any]:
-        """Gives the outputs, and what becomes of inputs while outputs are written into them slice by slice."""
+    def outputs(self) -> list[Any]:
+        """Gives the outputs."""
+        return list(map(self._whole, self._program.jaxpr.outvars))
+
+    def write(self, onto: Mapping[Var, Var], when: Callable[[Any], int]) -> list[Any]:
+        """Writes outputs into inputs, slice by slice; gives what becomes of these inputs between two slices."""
         made: dict[Bounds, list[tuple[Var, Var]]] = {}
         for out, into in onto.items():
             if isinstance(value := self.values.get(out), _Sliced):
                 made.setdefault(value.bounds, []).append((out, into))
-        done: dict[Var, Any] = {}
         between: list[Any] = []
         for bounds, pairs in made.items():
             self._written = {into: self.values[into] for _, into in pairs}
@@ -132,10 +160,9 @@ class _Rewriting:
                     start = self._starts[bounds[k][0]]
                     self._written[into] = jax.lax.dynamic_update_slice_in_dim(self._written[into], piece, start, 0)
                 between += self._written.values() if k != order[-1] else ()
-            done |= {out: self._written[into] for out, into in pairs}
+            self._done |= {out: self._written[into] for out, into in pairs}
             self._written = {}
-        self.values |= done
-        return [*map(self._whole, self._program.jaxpr.outvars), *between]
+        return between
 
     def _in_time(self, bounds: Bounds, when: Callable[[Any], int]) -> list[int]:
         """Orders the numbers of slices by when they come."""
@@ -184,5 +211,5 @@ class _Rewriting:
     def _whole(self, atom: Any) -> Any:
         if isinstance(atom, Literal):
             return atom.val
-        value = self.values[atom]
+        value = self._done.get(atom, self.values[atom])
         return value.whole() if isinstance(value, _Sliced) else value

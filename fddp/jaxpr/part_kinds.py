@@ -50,7 +50,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Follows:
-    """An array of one leaf that lies in parts, flat and of equal size on all ranks."""
+    """An array of one leaf that lies in parts, of equal size on all ranks."""
 
     leaf: int
 

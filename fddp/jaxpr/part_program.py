@@ -1,8 +1,8 @@
 """Runs a program of whole arrays on parts of them.
 
 The constants in the program are those of whole arrays (the size that a mean divides by, say). Each rank applies its
-elementwise equations to parts, which are flat and may be padded. Sums are made over all ranks. An equation that needs
-a leaf whole runs on one rank, the leaf's home.
+elementwise equations to parts, which lie alike for all arrays of a leaf and may be padded. Sums are made over all
+ranks. An equation that needs a leaf whole runs on one rank, the leaf's home.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, Literal, Var, branches, of_a_vector, run_again
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.part_kinds import ELEMENTWISE, Follows, Kind, Total, Whole, kind_of
+from fddp.jaxpr.part_kinds import ELEMENTWISE, Follows, Kind, Total, Whole, kind_of, leaves_of
 from fddp.jaxpr.part_passes import OnParts, Visit, passes
 
 # The neutral element of each reduction, which takes the place of padding.
@@ -47,8 +47,8 @@ class AtHome(NamedTuple):
 class Ranks(NamedTuple):
     """The parts of a rank, and its collectives with the others."""
 
-    there: Callable[[int], Bool[Array, " n"]]
-    """Size of an array → a mask of this rank's part, false where it is padding."""
+    there: Callable[[int, int], Bool[Array, " *part"]]
+    """(leaf, size of an array of it) → a mask of this rank's part, false where it is padding."""
     put_together: Callable[[str, Sequence[Array]], Sequence[Array]]
     """(op, this rank's numbers) → the numbers of all ranks, joined; op is "sum", "max" or "min"."""
     at_home: Callable[[Sequence[AtHome]], Sequence[Sequence[Array]]]
@@ -65,7 +65,7 @@ def on_parts(closed: ClosedJaxpr, inputs: Sequence[Kind], ranks: Ranks) -> Calla
       ranks: the collectives of a rank; they are called as rarely as the program allows.
 
     Returns:
-      A function of the arguments that returns the results; arguments and results that follow a leaf are flat parts.
+      A function of the arguments that returns the results; arguments and results that follow a leaf are parts.
 
     Raises:
       ValueError: a result needs whole arrays of several leaves; raised where the function is called.
@@ -126,7 +126,7 @@ def _form(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def _number_or_part(var: Any, part: Array) -> Array:
-    """Gives what came back from home its form: a part stays flat, a number is this rank's summand."""
+    """Gives what came back from home its form: a part stays one, a number is this rank's summand."""
     shape = var.aval.shape
     return part.reshape(shape) if prod(shape) == 1 else part
 
@@ -145,14 +145,15 @@ def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[An
     part = parts[0]
     if isinstance(results[0], Total):
         neutral = jnp.asarray(NEUTRAL[name](part.dtype) if name in NEUTRAL else 0, part.dtype)
-        there = ranks.there(prod(_form(eqn.invars[0]).shape))
-        full = [jnp.where(there, spread(x, part.shape), neutral) for x in arguments]
+        (leaf,) = leaves_of(given)
+        there = ranks.there(leaf, prod(_form(eqn.invars[0]).shape))
+        full = [jnp.where(there, spread(x, part.shape), neutral).reshape(-1) for x in arguments]
         made = run_again(eqn if name == "dot_general" else of_a_vector(eqn), full)
         return [made.reshape(_form(eqn.outvars[0]).shape)]
     if name not in ELEMENTWISE:  # it only changes the shape
         return [part]
-    flat = [spread(x, part.shape) for x in arguments]
-    return [run_again(eqn, flat)]
+    alike = [spread(x, part.shape) for x in arguments]
+    return [run_again(eqn, alike)]
 
 
 def _branch(
@@ -165,7 +166,7 @@ def _branch(
     made = zip(results, _run(straighten(branch, CALLS), given, arguments, ranks), branch.jaxpr.outvars)
     # A result that is equal everywhere in one branch may be a part in another.
     return [
-        spread(x, ranks.there(prod(_form(var).shape)).shape) if isinstance(kind, Follows) else x
+        spread(x, ranks.there(kind.leaf, prod(_form(var).shape)).shape) if isinstance(kind, Follows) else x
         for kind, x, var in made
     ]
 

@@ -4,7 +4,7 @@
 slice by slice can be written so that each slice is made by a shorter loop, of a few rounds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -74,7 +74,7 @@ def slices_made(closed: ClosedJaxpr, comes: Mapping[int, int]) -> dict[int, Boun
       Number of such an output → its slices.
     """
     jaxpr = straighten(closed).jaxpr
-    wanted = wanted_slices(jaxpr, arrival(jaxpr, comes))
+    wanted = wanted_slices(jaxpr, arrival(jaxpr, comes), jaxpr.outvars)
     return {
         number: wanted[var]
         for number, var in enumerate(jaxpr.outvars)
@@ -133,8 +133,17 @@ def _made_in_rounds(jaxpr: Jaxpr) -> Callable[[Any], Stack | None]:
     return flow(jaxpr, [None] * len(jaxpr.invars), made, lambda atom: None)
 
 
-def wanted_slices(jaxpr: Jaxpr, when: Callable[[Any], int]) -> dict[Var, Bounds]:
-    """Finds the values that are to be made slice by slice, and their slices."""
+def wanted_slices(jaxpr: Jaxpr, when: Callable[[Any], int], outputs: Sequence[Any]) -> dict[Var, Bounds]:
+    """Finds the values that are to be made slice by slice, and their slices.
+
+    Args:
+      jaxpr: the program.
+      when: value → when it can be made.
+      outputs: those that are of use slice by slice.
+
+    Returns:
+      Their slices.
+    """
     in_rounds = _made_in_rounds(jaxpr)
     taken: dict[Var, set[tuple[int, int]]] = {}
     for eqn in jaxpr.eqns:
@@ -142,8 +151,9 @@ def wanted_slices(jaxpr: Jaxpr, when: Callable[[Any], int]) -> dict[Var, Bounds]
             taken.setdefault(eqn.invars[0], set()).add(part)
     wanted = {var: bounds for var, parts in taken.items() if (bounds := _tiling(var, parts))}
     _spread_back(jaxpr, wanted)
+    used = _used_in_slices(jaxpr).union(atom for atom in outputs if not isinstance(atom, Literal))
     for eqn in jaxpr.eqns:
-        if joins_first_dim(eqn) and all(map(when, eqn.invars)):
+        if joins_first_dim(eqn) and eqn.outvars[0] in used and all(map(when, eqn.invars)):
             ends = accumulate((form_of(atom)[0][0] for atom in eqn.invars), initial=0)
             wanted.setdefault(eqn.outvars[0], tuple(pairwise(ends)))
         if eqn.primitive.name in ELEMENTWISE:
@@ -152,6 +162,13 @@ def wanted_slices(jaxpr: Jaxpr, when: Callable[[Any], int]) -> dict[Var, Bounds]
                     wanted.setdefault(eqn.outvars[0], wanted[atom])
     _spread_back(jaxpr, wanted)
     return wanted
+
+
+def _used_in_slices(jaxpr: Jaxpr) -> set[Var]:
+    """The values that loops take row by row, or elementwise equations slice by slice."""
+    loops = [loop_parts(eqn, eqn.invars)[2] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    others = [with_slices(eqn) for eqn in jaxpr.eqns if eqn.primitive.name in ELEMENTWISE]
+    return {atom for some in [*loops, *others] for atom in some if not isinstance(atom, Literal)}
 
 
 def _spread_back(jaxpr: Jaxpr, wanted: dict[Var, Bounds]) -> None:

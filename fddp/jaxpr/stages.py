@@ -43,6 +43,8 @@ class Stage:
     """Number of the program's outputs that it makes."""
     alike: tuple[bool, ...] = ()
     """Marks the values that it writes of which all replicas make the same."""
+    between: tuple[bool, ...] = ()
+    """Marks the values that it writes which are outputs that are no results."""
     speaks: bool = False
     """Whether it holds collectives."""
 
@@ -120,6 +122,7 @@ def cut(
             writes=tuple(number[v] for v in gives[k]),
             results=len(results[k]),
             alike=tuple(not differs(v) for v in gives[k]),
+            between=tuple(v in passing for v in gives[k]),
             speaks=bool(collectives(body)),
         )
 

@@ -12,7 +12,7 @@ from fddp.local_training.local_pieces import Local, own_rows, own_view
 from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, LocalSteps, Met
 from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
-from fddp.step import LOCAL, WHOLE, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
+from fddp.step import LOCAL, WHOLE, Copy, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 
@@ -35,10 +35,11 @@ def alone(steps: LocalSteps) -> Way:
         runner=partial(_runner, steps),
         apart=True,
         table_rows=False,
+        slices=False,
     )
 
 
-def _hold(replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut) -> Held:
+def _hold(replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
     """Copies all that replicas change while they train alone."""
     held = opt_state._replace(inner=jax.tree.map(copy, opt_state.inner), weight=copy(opt_state.weight))
     return jax.tree.map(copy, trained), held, jax.tree.map(copy, model_state)

@@ -59,6 +59,7 @@ def virtual(count: int) -> Way:
         replicas=count,
         sums=False,
         table_rows=False,
+        slices=False,
     )
 
 

@@ -144,6 +144,9 @@ def in_stages(
     read = [*there, *_written(sends), *held, BYTES]
     results = [*names_of(RESULT, result), *names_of(NEW, new)]
     back = {len(there) + k: k for k in range(len(sends))}
+    alias = _handed_on(closed, read, results)
+    programs = [_named_anew(one, alias) for one in programs]
+    read = [alias.get(name, name) for name in read]
     border = late(placement, programs[0], Program(pieces.name, "update", closed, read, back, results))
     programs = [border.first, *(in_parts(placement, program) for program in programs[1:])]
 
@@ -213,6 +216,19 @@ def _passed_on(closed: ClosedJaxpr, given: Sequence[Value], first: int, names: S
     there = dict(zip(closed.jaxpr.invars, given))
     made = closed.jaxpr.outvars[first:]
     return [name if isinstance(var, Literal) else there.get(var, name) for var, name in zip(made, names)]
+
+
+def _handed_on(closed: ClosedJaxpr, read: Sequence[Value], results: Sequence[Value]) -> dict[Value, Value]:
+    """Names of values that were kept for the last program, and that it hands on as new shards → names of these."""
+    there = {var: name for var, name in zip(closed.jaxpr.invars, read) if name.kind not in (STATE, SHARDS)}
+    made = zip(closed.jaxpr.outvars, results)
+    new = [(var, name) for var, name in made if name.kind == NEW and not isinstance(var, Literal) and var in there]
+    return {there[var]: name for var, name in reversed(new)}
+
+
+def _named_anew(program: Program, alias: Mapping[Value, Value]) -> Program:
+    read, made = ([alias.get(name, name) for name in names] for names in (program.read, program.made))
+    return program._replace(read=read, made=made)
 
 
 def _nothing_sent(pieces: Pieces) -> dict[Value, Any]:

@@ -19,7 +19,7 @@ from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.shown import named
-from fddp.schedules.tasks import HANDED, MESSAGE, SHARDS, STATE, Compute, TaskList, Value
+from fddp.schedules.tasks import HANDED, MESSAGE, SHARDS, STATE, WRITTEN, Compute, TaskList, Value
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
@@ -245,7 +245,7 @@ def _usable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) ->
     room = sum(map(wants, task.writes), Counter())
     places = list[int]()
     for at, name in enumerate(task.reads):
-        if name in free and (_of_state(name) or name.kind == HANDED) and wants(name) <= room:
+        if name in free and (_of_state(name) or name.kind in (HANDED, WRITTEN)) and wants(name) <= room:
             room -= wants(name)
             places.append(at)
     return places

@@ -8,7 +8,7 @@ import jax
 
 from fddp.jax_internals import ClosedJaxpr, make_program
 from fddp.jaxpr import Stage, cut
-from fddp.schedules.tasks import HANDED, Compute, Value
+from fddp.schedules.tasks import HANDED, WRITTEN, Compute, Value
 
 
 def stages_of(
@@ -34,31 +34,33 @@ def stages_of(
 
     # What an update hands on to its next stage is equal on all replicas, if what it is made of is.
     equal = {n for stage in stages for n, alike in zip(stage.writes, stage.alike) if alike and kind == "update"}
-    handed = ((k, number) for k, stage in enumerate(stages) for number in stage.writes)
-    names = [*given, *(_handed(title, k, n - len(given), n in equal) for k, n in handed)]
+    handed = ((k, *each) for k, stage in enumerate(stages) for each in zip(stage.writes, stage.between))
+    own_kind = {True: WRITTEN, False: title}
+    names = [*given, *(_handed(title, k, n - len(given), HANDED if n in equal else own_kind[b]) for k, n, b in handed)]
+    bare = {number for number, name in enumerate(names) if number < len(given) or name.kind in (HANDED, WRITTEN)}
     results = iter([made[number] for number in numbers if made[number].kind != HANDED])
 
     def task(k: int, stage: Stage) -> Compute:
         reads = tuple(names[number] for number in stage.reads)
         writes = (*(names[number] for number in stage.writes), *islice(results, stage.results))
-        run = _handing(stage, range(len(given)), equal) if writes else lambda *values: ()
+        run = _handing(stage, bare) if writes else lambda *values: ()
         return Compute(f"{title} {k}", reads, writes, run, kind, speaks=stage.speaks and kind == "compute")
 
     return [task(k, stage) for k, stage in enumerate(stages)]
 
 
-def _handed(title: str, stage: int, number: int, equal: bool) -> Value:
+def _handed(title: str, stage: int, number: int, kind: str) -> Value:
     """The name of a value that a stage hands on."""
-    return Value(HANDED, stage, f"{title}/{number}") if equal else Value(title, stage, str(number))
+    return Value(kind, stage, str(number) if kind == title else f"{title}/{number}")
 
 
-def _handing(stage: Stage, inputs: Collection[int], equal: Collection[int]) -> Callable[..., Sequence[Any]]:
-    """Runs a stage. The values that it hands on are each replica's own, if they may differ: they get a first dim."""
+def _handing(stage: Stage, bare: Collection[int]) -> Callable[..., Sequence[Any]]:
+    """Runs a stage. A value that it hands on gets a first dim, along which replicas lie, unless it is a bare one."""
 
     def run(*values: jax.Array) -> Sequence[Any]:
-        read = [x if number in inputs or number in equal else x[0] for number, x in zip(stage.reads, values)]
+        read = [x if number in bare else x[0] for number, x in zip(stage.reads, values)]
         made = stage.run(*read)
-        handed = [x if number in equal else x[None] for number, x in zip(stage.writes, made)]
+        handed = [x if number in bare else x[None] for number, x in zip(stage.writes, made)]
         return *handed, *made[len(handed) :]
 
     return run

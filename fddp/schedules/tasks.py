@@ -26,6 +26,8 @@ RESULT = "result"
 MESSAGE = "message"
 # What a stage of an update hands on to the next one, equal on all replicas.
 HANDED = "handed on"
+# What an update has written slice by slice so far, each replica's own.
+WRITTEN = "written"
 # Where the slices of some rounds of a loop begin.
 BEGIN = "round"
 # The kinds of values that are equal on all replicas; of all others each replica has its own.
@@ -64,6 +66,8 @@ class Value(str):
     @property
     def replaces(self) -> "Value | None":
         """The part of the state whose place this result takes in the next step, if it takes one."""
+        if self.kind == NEW:
+            return Value(SHARDS, path=self.path)
         head, _, path = self.path.partition("/")
         return Value(STATE, path=path) if self.kind == RESULT and head == "0" else None
 

@@ -9,17 +9,17 @@ exchange, the distributed Muon of Microsoft's Dion.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.buckets import as_rows, of_rows, part_size
+from fddp.buckets import as_rows, of_rows, part_dims
 from fddp.comm import Communicator
 from fddp.jaxpr import AtHome
 
-Form: TypeAlias = jax.ShapeDtypeStruct
 # Dtype → arrays next to each other along the last dim: the message of this dtype.
 Packed: TypeAlias = dict[str, Array]
 
@@ -46,48 +46,71 @@ def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
     return homes
 
 
-def at_home(comm: Communicator, homes: Mapping[int, int], visits: Sequence[AtHome]) -> list[list[Array]]:
+class Lying(NamedTuple):
+    """An array, and how it lies in parts."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    depth: int
+    """Number of layers that are cut each by itself."""
+    dims: tuple[int, ...]
+    """Dims of a replica's part."""
+
+
+def at_home(
+    comm: Communicator, homes: Mapping[int, int], depth: Callable[[int, int], int], visits: Sequence[AtHome]
+) -> list[list[Array]]:
     """Does what needs leaves whole, each at its home; inside a program.
 
     Args:
       comm: the replicas.
       homes: leaf → replica.
+      depth: (leaf, size of an array of it) → the number of layers that are cut each by itself.
       visits: what is to be done, in parts of this replica.
 
     Returns:
       This replica's parts of what each has made.
     """
     of = [[visit for visit in visits if homes[visit.leaf] == home] for home in range(comm.size)]
-    takes = [[_form(shape, x) for one in some for x, shape in zip(one.parts, one.shapes)] for some in of]
-    brings = [[form for one in some for form in one.forms] for some in of]
-    there = _fullest(takes, comm.size)
-    back = _fullest(brings, comm.size)
 
-    def branch(visits: Sequence[AtHome], forms: Sequence[Form]) -> Callable[[Packed], Packed]:
+    def lying(leaf: int, shape: tuple[int, ...], dtype: Any) -> Lying:
+        layers = depth(leaf, prod(shape))
+        return Lying(shape, dtype, layers, part_dims(prod(shape), comm.size, layers))
+
+    takes = [
+        [lying(one.leaf, shape, x.dtype) for one in some for x, shape in zip(one.parts, one.shapes)] for some in of
+    ]
+    brings = [[lying(one.leaf, form.shape, form.dtype) for one in some for form in one.forms] for some in of]
+    there = _fullest(takes)
+    back = _fullest(brings)
+
+    def branch(visits: Sequence[AtHome], takes: Sequence[Lying], brings: Sequence[Lying]) -> Callable[[Packed], Packed]:
         def run(came: Packed) -> Packed:
-            whole = iter([of_rows(rows, form.shape) for rows, form in zip(_unpacked(forms, came, comm.size), forms)])
+            rows = zip(_unpacked(takes, came), takes)
+            whole = iter([of_rows(x, one.shape, one.depth) for x, one in rows])
             made = [x for one in visits for x in one.run([next(whole) for _ in one.parts])]
-            return _packed([as_rows(x, comm.size) for x in made], back, (comm.size,))
+            parts = [as_rows(x, comm.size, one.depth) for x, one in zip(made, brings)]
+            return _packed([x.reshape(comm.size, -1) for x in parts], back, (comm.size,))
 
         return run
 
-    to_homes = [_packed([x for one in some for x in one.parts], there, ()) for some in of]
+    to_homes = [_packed([x.reshape(-1) for one in some for x in one.parts], there, ()) for some in of]
     came = _exchanged(comm, jax.tree.map(lambda *rows: jnp.stack(rows), *to_homes))
-    made = jax.lax.switch(comm.replica_index(), [branch(*each) for each in zip(of, takes)], came)
+    made = jax.lax.switch(comm.replica_index(), [branch(*each) for each in zip(of, takes, brings)], came)
     returned = _exchanged(comm, made)
     parts: dict[int, list[Array]] = {}
     for home, some in enumerate(of):
-        mine = iter(_unpacked(brings[home], {dtype: rows[home] for dtype, rows in returned.items()}, comm.size))
+        mine = iter(_unpacked(brings[home], {dtype: rows[home] for dtype, rows in returned.items()}))
         parts.update((one.leaf, [next(mine) for _ in one.forms]) for one in some)
     return [parts[visit.leaf] for visit in visits]
 
 
-def _fullest(forms: Sequence[Sequence[Form]], replicas: int) -> dict[str, int]:
+def _fullest(forms: Sequence[Sequence[Lying]]) -> dict[str, int]:
     """Dtype → how many numbers of a replica's parts go to, or come from, the home that has most of them."""
     sizes: dict[str, list[int]] = {}
     for home, some in enumerate(forms):
         for form in some:
-            sizes.setdefault(_wire(form), [0] * len(forms))[home] += part_size(form.size, replicas)
+            sizes.setdefault(_wire(form), [0] * len(forms))[home] += prod(form.dims)
     return {dtype: max(each) for dtype, each in sorted(sizes.items())}
 
 
@@ -102,25 +125,22 @@ def _packed(arrays: Sequence[Array], sizes: Mapping[str, int], dims: tuple[int, 
     return {dtype: laid(dtype, size) for dtype, size in sizes.items()}
 
 
-def _unpacked(forms: Sequence[Form], packed: Packed, replicas: int) -> list[Array]:
-    """The inverse of `_packed`, of parts of arrays of these forms."""
+def _unpacked(forms: Sequence[Lying], packed: Packed) -> list[Array]:
+    """The inverse of `_packed`, of parts of such arrays."""
     taken = dict.fromkeys(packed, 0)
 
-    def take(form: Form) -> Array:
+    def take(form: Lying) -> Array:
         dtype = _wire(form)
         begin = taken[dtype]
-        taken[dtype] = begin + part_size(form.size, replicas)
-        return packed[dtype][..., begin : taken[dtype]].astype(form.dtype)
+        taken[dtype] = begin + prod(form.dims)
+        part = packed[dtype][..., begin : taken[dtype]]
+        return part.reshape(*part.shape[:-1], *form.dims).astype(form.dtype)
 
     return [take(form) for form in forms]
 
 
 def _exchanged(comm: Communicator, messages: Packed) -> Packed:
     return {dtype: comm.all_to_all(rows) if rows.size else rows for dtype, rows in messages.items()}
-
-
-def _form(shape: tuple[int, ...], x: Array) -> Form:
-    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _wire(x: Any) -> str:

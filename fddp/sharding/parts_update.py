@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.buckets import is_shard, there, whole_forms
+from fddp.buckets import depth_of, is_shard, there, whole_forms
 from fddp.comm import Communicator
 from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
 from fddp.optim import kinds_of_state
@@ -71,14 +71,14 @@ def _run_on_parts(
     with jax.sharding.use_abstract_mesh(replica.group.placement.view):
         program, out = jax.make_jaxpr(update, return_shape=True)(forms, form_of_mean)
     given = jax.tree.leaves(inputs, is_leaf=_is_kind)
-    run = on_parts(program, given, _ranks(comm, stays(program, given)))
+    run = on_parts(program, given, _ranks(comm, [x.shape for x in params], stays(program, given)))
     return jax.tree.unflatten(jax.tree.structure(out), run(*jax.tree.leaves((mine, mean))))
 
 
 def _run_on_whole_leaves(
     update: Update, state: TrainState, mine: TrainState, mean: Mean
 ) -> tuple[TrainState, StepInfo]:
-    """Runs the update of one replica alone, whose parts are whole leaves laid flat: any optimizer's goes."""
+    """Runs the update of one replica alone, whose parts are whole leaves in other dims: any optimizer's goes."""
     forms = whole_forms(state)
     flat = mine.params, jax.tree.map(lambda x: x.parts if is_shard(x) else x, state.opt_state, is_leaf=is_shard)
     params, opt_state = _in_form_of((forms.params, forms.opt_state), flat)
@@ -95,14 +95,17 @@ def _in_form_of(forms: Any, tree: Any) -> Any:
     )
 
 
-def _ranks(comm: Communicator, stays: Mapping[int, Stay]) -> Ranks:
+def _ranks(comm: Communicator, shapes: Sequence[tuple[int, ...]], stays: Mapping[int, Stay]) -> Ranks:
     """A replica's knowledge of its parts, and its way to talk to the others."""
     homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
 
-    def exists(size: int) -> Array:
-        return there(size, comm.size, comm.replica_index())
+    def depth(leaf: int, size: int) -> int:
+        return depth_of(size, shapes[leaf], comm.size)
 
-    return Ranks(exists, partial(_put_together, comm), partial(at_home, comm, homes))
+    def exists(leaf: int, size: int) -> Array:
+        return there(size, comm.size, comm.replica_index(), depth(leaf, size))
+
+    return Ranks(exists, partial(_put_together, comm), partial(at_home, comm, homes, depth))
 
 
 def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:

@@ -24,6 +24,7 @@ from fddp.buckets import (
     Message,
     Messages,
     add_tail,
+    depth_of,
     is_shard,
     join,
     own_part,
@@ -96,7 +97,7 @@ def gathered_first(replica: Replica, plan: BucketPlan, order: Sequence[int], use
         return parts.gathered(parts.own(join(state, shards).params), order), ()
 
     def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
-        return Before(add_replica_dim(parts.whole(state.params, messages, order)), pending)
+        return Before(parts.whole(state.params, messages, order), pending)
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -109,7 +110,7 @@ def gathered_first(replica: Replica, plan: BucketPlan, order: Sequence[int], use
 
 
 class Before(NamedTuple):
-    """A replica's values when a micro-batch begins, as they cross a program's border."""
+    """A replica's values when a micro-batch begins."""
 
     params: Any
     """Whole parameters; None: those of the state are."""
@@ -139,9 +140,9 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
 
     def one(number: int) -> Round:
         def backward(state: TrainState, pending: Any, rows: Any, came: Messages, kept: Any) -> tuple[Messages, Any]:
-            before = kept._replace(sums=(*kept.sums, came.arrays)) if number else begin(state, pending, came)
+            before = _following(kept, came) if number else begin(state, pending, came)
             if before.params is not None:
-                state = state._replace(params=drop_replica_dim(before.params))
+                state = state._replace(params=before.params)
             # By a number that is given equal micro-batches are equal programs.
             part = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, of))
             grads, pending, broken = replica.gradients(state, before.pending, part, 1)
@@ -152,7 +153,8 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
                 tail, own = replica.tail(pending, rows)
                 return add_tail(plan, buckets, tail), (add_replica_dim(own), broken, before.sums)
             sums = (reduce(added, before.sums),) if number else ()
-            kept = Before(before.params, add_replica_dim(pending), broken, sums, before.number + 1)
+            whole = add_replica_dim(before.params)  # as it crosses a program's border
+            kept = Before(whole, add_replica_dim(pending), broken, sums, before.number + 1)
             return Messages(buckets, ((), None)), kept
 
         given = ("state", "pending", "rows")
@@ -162,6 +164,11 @@ def _micro_batches(parts: "Parts", begin: Callable[[TrainState, Any, Messages], 
         return Round(f"{name} backward", given, backward, parts.scatters_of(name), "compute")
 
     return [one(number) for number in range(of)]
+
+
+def _following(kept: Before, came: Messages) -> Before:
+    """The values that are there when the next micro-batch begins."""
+    return kept._replace(params=drop_replica_dim(kept.params), sums=(*kept.sums, came.arrays))
 
 
 @dataclass(frozen=True)
@@ -229,12 +236,12 @@ class Parts:
         return self.plan.treedef.unflatten([old if new is None else new for new, old in leaves])
 
     def own(self, params: Any) -> Any:
-        """This replica's parts of what is trained, flat, in place of shards and of whole leaves."""
+        """This replica's parts of what is trained, in place of shards and of whole leaves."""
         size = self.replica.group.size
         index = self.replica.group.communicator.replica_index()
         chosen = set(self.replica.chosen(whole_forms(params)))
         leaves = [
-            x.parts if is_shard(x) else own_part(x, size, index) if i in chosen else x
+            x.parts if is_shard(x) else own_part(x, size, index, depth_of(x.size, x.shape, size)) if i in chosen else x
             for i, x in enumerate(_leaves(params))
         ]
         return self.plan.treedef.unflatten(leaves)

@@ -17,7 +17,7 @@ from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Runner, Schedule
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
-from fddp.step import WHOLE, Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
+from fddp.step import WHOLE, Copy, Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
 from fddp.wording import leaf_name
 
 
@@ -79,17 +79,18 @@ def _nothing_saved(shared: Shared, replica: Replica, state: TrainState) -> str:
 
 
 def _hold(
-    shared: Shared, replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut
+    shared: Shared, replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy
 ) -> Held:
     """Cuts what has the shapes of the parameters."""
     kinds = kinds_of_state(opt_state, trained)
+    leaves = jax.tree.leaves(trained)
     cut_state = jax.tree.map(
-        lambda kind, x: cut(x) if isinstance(kind, Follows) else x,
+        lambda kind, x: cut(x, leaves[kind.leaf]) if isinstance(kind, Follows) else x,
         kinds,
         opt_state,
         is_leaf=lambda x: isinstance(x, Kind),
     )
-    return jax.tree.map(lambda x: cut(x) if shared == "state" else None, trained), cut_state, None
+    return jax.tree.map(lambda x: cut(x, x) if shared == "state" else None, trained), cut_state, None
 
 
 def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainState:

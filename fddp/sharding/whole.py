@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from fddp.buckets import Shard, is_shard, of_rows
+from fddp.buckets import Shard, is_shard, of_rows, part_dims
 from fddp.comm import REPLICATED, Group
 from fddp.runtime import group_of
 
@@ -61,15 +61,17 @@ def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
       The shard.
     """
     count = group.placement.replicas_in_array
-    flat = np.zeros(like.parts.size * (group.size // count), x.dtype)
-    flat[: x.size] = x.reshape(-1)
-    mine = flat if count > 1 else flat.reshape(group.size, -1)[group.rank]
+    dims = part_dims(x.size, group.size, like.depth)
+    layers = np.zeros((like.depth, group.size * dims[-1]), x.dtype)
+    layers[:, : x.size // like.depth] = x.reshape(like.depth, -1) if x.size else 0
+    parts = layers.reshape(like.depth, group.size, dims[-1]).swapaxes(0, 1)
+    mine = parts.reshape(like.parts.shape) if count > 1 else parts[group.rank].reshape(dims)
     return replace(like, parts=jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__))
 
 
 def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     parts = [x.parts for x in shards]
-    forms = tuple((x.shape, x.copies) for x in shards)
+    forms = tuple((x.shape, x.depth, x.copies) for x in shards)
     ranks = shards[0].ranks
     if isinstance(parts[0], jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(x.shape, x.parts.dtype) for x in shards]
@@ -111,8 +113,9 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
     return world if world.global_ranks == ranks else world.subgroup(ranks)
 
 
-def _joined(parts: Sequence[jax.Array], forms: Sequence[tuple[tuple[int, ...], bool]]) -> list[jax.Array]:
-    return [_mean(x, shape) if copies else of_rows(x, shape) for x, (shape, copies) in zip(parts, forms)]
+def _joined(parts: Sequence[jax.Array], forms: Sequence[tuple[tuple[int, ...], int, bool]]) -> list[jax.Array]:
+    each = zip(parts, forms)
+    return [_mean(x, shape) if copies else of_rows(x, shape, depth) for x, (shape, depth, copies) in each]
 
 
 def _mean(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -39,6 +39,7 @@ from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import TrainState as TrainState
 from fddp.step.way import WHOLE as WHOLE
+from fddp.step.way import Copy as Copy
 from fddp.step.way import Cut as Cut
 from fddp.step.way import Facts as Facts
 from fddp.step.way import Held as Held

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.buckets import Shard, copy_of, is_shard, join, own_part, part_size, take_apart, whole_forms
+from fddp.buckets import Shard, copy_of, depth_of, is_shard, join, own_part, part_dims, take_apart, whole_forms
 from fddp.comm import Placement, described, device_parts, of_one_replica
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
@@ -31,9 +31,10 @@ def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) 
     """
     group = replica.group
 
-    def cut(x: Any) -> Shard:
-        part = own_part(x, group.size, group.communicator.replica_index())
-        return Shard(part, jnp.shape(x), ranks=group.shard_ranks)
+    def cut(x: Any, param: Any) -> Shard:
+        depth = depth_of(x.size, jnp.shape(param), group.size)
+        part = own_part(x, group.size, group.communicator.replica_index(), depth)
+        return Shard(part, jnp.shape(x), ranks=group.shard_ranks, depth=depth)
 
     return replica.way.hold(replica, trained, opt_state, model_state, cut, partial(copy_of, group.shard_ranks))
 
@@ -51,14 +52,16 @@ def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
     group = replica.group
     count = group.placement.replicas_in_array
 
-    def form(size: int, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size * count,), jnp.result_type(x))
+    def form(dims: tuple[int, ...], x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count * dims[0], *dims[1:]), jnp.result_type(x))
 
-    def cut(x: Any) -> Shard:
-        return Shard(form(part_size(x.size, group.size), x), jnp.shape(x), ranks=group.shard_ranks)
+    def cut(x: Any, param: Any) -> Shard:
+        depth = depth_of(x.size, jnp.shape(param), group.size)
+        parts = form(part_dims(x.size, group.size, depth), x)
+        return Shard(parts, jnp.shape(x), ranks=group.shard_ranks, depth=depth)
 
     def copy(x: Any) -> Shard:
-        return Shard(form(x.size, x), x.shape, copies=True, ranks=group.shard_ranks)
+        return Shard(form((x.size,), x), x.shape, copies=True, ranks=group.shard_ranks)
 
     trained = replica.trained(state.params)
     return with_held(state, replica.way.hold(replica, trained, state.opt_state, state.model_state, cut, copy))

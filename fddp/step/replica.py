@@ -17,6 +17,7 @@ from fddp.buckets import (
     BucketPlan,
     Messages,
     Travelling,
+    depth_of,
     described_groups,
     fill_buckets,
     place_scalars,
@@ -141,7 +142,7 @@ class Replica:
         """The buckets of what is trained, in this order; leaves without elements have nothing to send."""
         leaves = jax.tree.leaves(params)
         order = [one for one in order if np.size(leaves[one.leaf])]
-        few = (touched or {}) if self._summed and self._exact else {}
+        few = (touched or {}) if self._summed and self._exact and self.way.table_rows else {}
         tree = device_parts(self.group.placement, params)
         plan = plan_with_slices(tree, few, self.group.size, order=order, **self.options.bucketing)
         plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
@@ -150,8 +151,15 @@ class Replica:
     def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
         """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
         hook = self.options.hook
-        apart = self._summed and (hook is None or hook.by_element)
-        return fill_buckets(params, loops, **self.options.bucketing) if apart else {}
+        # Where buckets are scattered a hook is given whole leaves.
+        by_element = hook is None or (hook.by_element and not self.way.scattered)
+        if not (by_element and self._summed and self.way.slices):
+            return {}
+        leaves = jax.tree.leaves(params)
+        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.size) for i in loops}
+        # Of a leaf that is cut as a whole no slice is scattered.
+        free = {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
+        return fill_buckets(params, free, **self.options.bucketing)
 
     @property
     def _exact(self) -> bool:
@@ -161,12 +169,8 @@ class Replica:
 
     @property
     def _summed(self) -> bool:
-        """Whether each gradient is whole, travels in every step, and is only summed, by a hook or plainly.
-
-        Its rows, or slices of it, may then travel by themselves.
-        """
-        one_device = not self.group.placement.other_axes
-        return one_device and self.way.table_rows and not self.options.skip_all_reduce_unused_params
+        """Whether each gradient is one device's, and travels in every step to be summed, by a hook or plainly."""
+        return not (self.group.placement.other_axes or self.options.skip_all_reduce_unused_params)
 
     def remembered(self, params: Any) -> Any:
         """The first memory of one replica's hook: for each trained leaf, in a tree like the parameters."""

@@ -188,7 +188,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
 def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
     """Facts that are alike for calls that need no other check."""
     own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
-    return tree, [len(x) for x in own], _form(batch)
+    return tree, [x.shape for x in own], _form(batch)
 
 
 def _form(batch: Any) -> Any:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # a replica knows its way
 # The parameters that are trained, None for those that stay as they are; the optimizer's state; the buffers, None where
 # they stay.
 Held: TypeAlias = tuple[Any, Any, Any]
-# A whole array → what one replica holds of it.
-Cut: TypeAlias = Callable[[Any], Shard]
+# (a whole array, the parameter that it belongs to) → what one replica holds of it.
+Cut: TypeAlias = Callable[[Any, Any], Shard]
+# A whole array → the copy of it that one replica holds.
+Copy: TypeAlias = Callable[[Any], Shard]
 
 
 class Facts(NamedTuple):
@@ -61,7 +63,7 @@ class Way(NamedTuple):
     the user, or ""."""
     check_batch: Callable[["Replica", Any, int], None]
     """(replica, batch, rows of a micro-batch): refuses a batch of a new form."""
-    hold: Callable[["Replica", Any, Any, Any, Cut, Cut], Held]
+    hold: Callable[["Replica", Any, Any, Any, Cut, Copy], Held]
     """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
     seen: Callable[["Replica", TrainState], TrainState]
     """(replica, state) → the state as gradients go by it; refuses one of another way."""
@@ -87,6 +89,8 @@ class Way(NamedTuple):
     """Whether messages are plain sums over replicas, in which scalars ride exactly."""
     table_rows: bool
     """Whether these are sums of gradients, of which a few rows may travel alone."""
+    slices: bool
+    """Whether slices of gradients, some layers of a stack, may travel as messages of their own."""
 
 
 def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
@@ -129,7 +133,7 @@ def _check_batch(replica: "Replica", batch: Any, rows: int) -> None:
     del replica, batch, rows
 
 
-def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Cut) -> Held:
+def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
     del replica, model_state, cut, copy
     return jax.tree.map(lambda x: None, trained), opt_state, None
 
@@ -177,5 +181,6 @@ WHOLE = Way(
     scattered=False,
     sums=True,
     table_rows=True,
+    slices=True,
 )
 """Every replica holds all of the state and updates all of it; other ways are made of this one, with some fields new."""

@@ -195,9 +195,10 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
 
     def visit(visits: Sequence[AtHome]) -> Sequence[Sequence[Any]]:
         calls[1] += 1
-        return at_home(comm, {0: 2, 1: 1}, visits)
+        return at_home(comm, {0: 2, 1: 1}, lambda leaf, size: 1, visits)
 
-    def there(size: int) -> Any:
+    def there(leaf: int, size: int) -> Any:
+        del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
     run = on_parts(closed, [A, B], Ranks(there, put_together, visit))

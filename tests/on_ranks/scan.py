@@ -16,18 +16,24 @@ from fddp.schedules import TRIED
 @claim(quick=("mpi", "gloo"))
 def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
     """Under eager steps in both orders of the messages, and under staged ones."""
+    for schedule, steps in (("staged", 3), ("eager", TRIED + 2)):
+        trained_as_by_plain_jax(group, steps, schedule=schedule)
 
-    def layer(x: Any, w: Any) -> tuple[Any, None]:
-        return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
 
-    def loss(p: Any, x: Any) -> jax.Array:
-        return jnp.mean((jax.lax.scan(layer, x @ p["in"], p["layers"])[0] @ p["in"].T - x) ** 2)
+@claim(quick=("mpi", "gloo"))
+def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(group: fddp.Group):
+    for shard, schedule in (("optimizer", "staged"), ("state", "staged"), ("state", "eager")):
+        trained_as_by_plain_jax(group, 4, shard=shard, schedule=schedule)
 
+
+def trained_as_by_plain_jax(group: fddp.Group, steps: int, **options: Any) -> None:
     draw = np.random.default_rng(0)
     layers = {"kernel": draw.normal(size=(7, 32, 32)), "bias": draw.normal(size=(7, 32))}
     params = jax.tree.map(lambda x: x.astype(np.float32) / 8, {"in": draw.normal(size=(16, 32)), "layers": layers})
     rows = draw.normal(size=(4 * group.size, 16)).astype(np.float32)
     optimizer = optax.adam(1e-3)
+    expected = jax.tree.map(jnp.asarray, params)
+    held = optimizer.init(params)
 
     @jax.jit
     def plain(p: Any, held: Any, x: Any) -> tuple[Any, Any, jax.Array]:
@@ -35,16 +41,20 @@ def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
         updates, held = optimizer.update(grads, held, p)
         return optax.apply_updates(p, updates), held, value
 
-    cases: Any = (("staged", 3), ("eager", TRIED + 2))
-    for schedule, steps in cases:
-        expected = jax.tree.map(jnp.asarray, params)
-        held = optimizer.init(params)
-        step = fddp.train_step(loss, optimizer, group=group, schedule=schedule, bucket_cap_mb=0.01)
-        state = step.init(params)
-        for k in range(steps):
-            batch = np.roll(rows, k, axis=0)
-            state, info = step(state, batch[4 * group.rank :][:4])
-            expected, held, value = plain(expected, held, batch)
-            np.testing.assert_allclose(info.loss, value, rtol=1e-5)
-        assert sum(bucket.slice is not None for bucket in step.plan.buckets) >= 4
-        close(state.params, expected, rtol=1e-3, atol=1e-5)
+    step = fddp.train_step(loss, optimizer, group=group, bucket_cap_mb=0.01, **options)
+    state = step.init(params)
+    for k in range(steps):
+        batch = np.roll(rows, k, axis=0)
+        state, info = step(state, batch[4 * group.rank :][:4])
+        expected, held, value = plain(expected, held, batch)
+        np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+    assert sum(bucket.slice is not None for bucket in step.plan.buckets) >= 4
+    close(fddp.whole(state.params, group=group), expected, rtol=1e-3, atol=1e-5)
+
+
+def layer(x: Any, w: Any) -> tuple[Any, None]:
+    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
+
+
+def loss(p: Any, x: Any) -> jax.Array:
+    return jnp.mean((jax.lax.scan(layer, x @ p["in"], p["layers"])[0] @ p["in"].T - x) ** 2)

@@ -147,7 +147,8 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def there(size: int) -> Any:
+    def there(leaf: int, size: int) -> Any:
+        del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
     def parts(x: Any, kind: Any) -> Any:
@@ -155,7 +156,7 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}))
+    ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}, lambda leaf, size: 1))
     run = jax.vmap(on_parts(found.program, found.inputs, ranks), axis_name="ranks")
     held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):

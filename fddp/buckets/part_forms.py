@@ -1,0 +1,56 @@
+"""The forms of equal parts of arrays, one for each replica.
+
+An array is cut as a whole, or, where it is a stack, each of its layers by itself.
+"""
+
+import math
+
+MOST_LAYERS = 256  # no loop over layers has more; arrays with more rows are matrices and tables
+LINE = 32  # 128 bytes of 32-bit numbers
+
+
+def part_of(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The dims of each of `parts` equal parts of a leaf, padding at the ends included."""
+    size = math.prod(shape)
+    return part_dims(size, parts, depth_of(size, shape, parts))
+
+
+def part_dims(size: int, parts: int, depth: int = 1) -> tuple[int, ...]:
+    """Finds the dims of each of `parts` equal parts of an array, padding at the ends included.
+
+    Args:
+      size: elements of the array.
+      parts: number of parts.
+      depth: number of layers that are cut each by itself; 1: the array is cut as a whole.
+
+    Returns:
+      The dims: a row for each layer where there are several, else the part is flat.
+
+    Example:
+      >>> part_dims(12 * 100, 8), part_dims(12 * 100, 8, depth=12)
+      ((150,), (12, 13))
+    """
+    width = -(-(size // depth) // parts)
+    return (depth, width) if depth > 1 else (width,)
+
+
+def depth_of(size: int, shape: tuple[int, ...], parts: int) -> int:
+    """Finds how many layers of an array are cut each by itself: those of a stack, which loops make layer by layer.
+
+    Forms alone decide, as a state is laid out before a loop is seen. Each part of a layer is at least a line of a GPU's
+    cache, so that padding is less than 3 %, and copies are as fast as those of whole arrays.
+
+    Args:
+      size: elements of an array that belongs to a leaf: the leaf's own number, or the array is cut as a whole.
+      shape: dims of the leaf.
+      parts: number of parts.
+
+    Returns:
+      The number; 1: the array is cut as a whole.
+
+    Example:
+      >>> depth_of(12 * 64 * 64, (12, 64, 64), 8), depth_of(64, (64,), 8), depth_of(3000 * 64, (3000, 64), 8)
+      (12, 1, 1)
+    """
+    stack = 1 < (shape or (1,))[0] <= MOST_LAYERS and size == math.prod(shape) and size >= shape[0] * parts * LINE
+    return shape[0] if stack else 1
