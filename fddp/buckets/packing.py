@@ -41,7 +41,9 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
         leaf = _as_planned(plan, i, leaves[i])
         return leaf if bucket.slice is None else jax.lax.slice_in_dim(leaf, *bucket.slice)
 
-    return tuple(joined([taken(i, bucket) for i in bucket.leaves], bucket.dtype) for bucket in plan.buckets)
+    return tuple(
+        joined([taken(i, bucket) for i in bucket.leaves], bucket.dtype, bucket.rounds) for bucket in plan.buckets
+    )
 
 
 def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
@@ -64,7 +66,9 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
     came: list[dict[int, Array]] = [{} for _ in plan.leaves]  # leaf → where a slice begins → the slice
     for bucket, flat in zip(plan.buckets, buckets):
         leaves = plan.travelling(bucket)
-        for i, leaf, piece in zip(bucket.leaves, leaves, jax.lax.split(flat, [leaf.size for leaf in leaves])):
+        parts = flat if bucket.rounds == 1 else flat.reshape(bucket.rounds, -1)
+        sizes = [leaf.size // bucket.rounds for leaf in leaves]
+        for i, leaf, piece in zip(bucket.leaves, leaves, jax.lax.split(parts, sizes, axis=parts.ndim - 1)):
             came[i][bucket.slice.begin if bucket.slice else 0] = piece.reshape(leaf.shape)
     return jax.tree.unflatten(plan.treedef, [_put_together(pieces) for pieces in came])
 
@@ -76,8 +80,11 @@ def _put_together(pieces: dict[int, Array]) -> Array | None:
     return jnp.concatenate([pieces[begin] for begin in sorted(pieces)])
 
 
-def joined(pieces: list[Array], dtype: np.dtype) -> Array:
-    return jnp.concatenate([piece.reshape(-1) for piece in pieces]).astype(jax.dtypes.canonicalize_dtype(dtype))
+def joined(pieces: list[Array], dtype: np.dtype, rounds: int = 1) -> Array:
+    """Joins arrays to a flat one of so many equal parts, each of which holds an equal part of every array."""
+    parts = (rounds, -1) if rounds > 1 else (-1,)
+    flat = jnp.concatenate([piece.reshape(parts) for piece in pieces], axis=-1).reshape(-1)
+    return flat.astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:

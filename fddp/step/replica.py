@@ -19,6 +19,7 @@ from fddp.buckets import (
     Travelling,
     described_groups,
     fill_buckets,
+    fill_rounds,
     place_scalars,
     plan_with_slices,
 )
@@ -150,6 +151,12 @@ class Replica:
     def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
         """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
         return fill_buckets(params, loops, **self.options.bucketing) if self._apart else {}
+
+    def rounds(
+        self, params: Any, loops: Mapping[int, tuple[int, int]], places: Mapping[int, int]
+    ) -> dict[int, list[Travelling]]:
+        """The leaves that are summed in the loops that make them: of each its loop, and the place where it is ready."""
+        return fill_rounds(params, loops, places, **self.options.bucketing) if self._apart else {}
 
     @property
     def _exact(self) -> bool:
