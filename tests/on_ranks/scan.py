@@ -1,5 +1,6 @@
 """Layers under `lax.scan` on several ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,3 +49,25 @@ def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
             np.testing.assert_allclose(info.loss, value, rtol=1e-5)
         assert sum(bucket.slice is not None for bucket in step.plan.buckets) >= 4
         close(state.params, expected, rtol=1e-3, atol=1e-5)
+
+
+@claim(backends=("gloo",), quick=("gloo",))
+def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fddp.Group):
+    """The group is taken for one whose programs overlap, as those of GPUs do."""
+    overlapping = replace(group, placement=group.placement._replace(overlaps=True))
+    draw = np.random.default_rng(0)
+    params = {"layers": draw.normal(size=(5, 16, 16)).astype(np.float32) / 8, "in": np.eye(16, dtype=np.float32)}
+    rows = draw.normal(size=(4 * group.size, 16)).astype(np.float32)
+
+    for branches, rounds in ((False, 5), (True, 1)):
+
+        def loss(p: Any, x: Any, branches: bool = branches) -> jax.Array:
+            x = x @ p["in"] if branches and group.rank else x @ p["in"] * 1.0 + 0.0 * x
+            return jnp.mean((jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0]) ** 2)
+
+        options: Any = {"schedule": "fused", "bucket_cap_mb": 0.001}
+        step = fddp.train_step(loss, optax.sgd(0.1), group=overlapping, **options)
+        state, _ = step(step.init(params), rows[4 * group.rank :][:4])
+        assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
+        grads = jax.grad(loss)(params, rows)
+        close(state.params, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), rtol=1e-4, atol=1e-6)
