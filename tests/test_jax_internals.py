@@ -196,6 +196,21 @@ def test_what_is_rematerialised_like_an_equation_has_its_policy():
     assert {key: again.params[key] for key in ("policy", "prevent_cse")} == {"policy": policy, "prevent_cse": False}
 
 
+def test_an_equation_is_named_as_another_one_behind_the_name_here():
+    def scoped(x: Any) -> Any:
+        with jax.named_scope("one"):
+            return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(scoped)(1.0).jaxpr.eqns
+
+    def again(x: Any) -> Any:
+        with jax.named_scope("outer"), internals.named_as(eqn):
+            return jnp.cos(x)
+
+    (other,) = jax.make_jaxpr(again)(1.0).jaxpr.eqns
+    assert str(other.source_info.name_stack) == "outer/one"
+
+
 def test_branches_are_in_the_order_of_their_numbers_and_come_before_their_inputs():
     def chosen(i: Any, x: Any) -> Any:
         return jax.lax.switch(i, [lambda x: x + 10, lambda x: x + 20, lambda x: x + 30], x)

@@ -48,6 +48,7 @@ from fddp.buckets.shards import there as there
 from fddp.buckets.shards import unpack_rows as unpack_rows
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.slices import fill_buckets as fill_buckets
+from fddp.buckets.slices import fill_rounds as fill_rounds
 from fddp.buckets.slices import plan_with_slices as plan_with_slices
 from fddp.buckets.table_rows import add_table_rows as add_table_rows
 from fddp.buckets.table_rows import flags as flags

@@ -40,7 +40,7 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
     def pieces(bucket: Bucket) -> list[Array]:
         return [taken(_as_planned(plan, i, leaves[i]), bucket) for i in bucket.leaves]
 
-    return tuple(joined(pieces(bucket), bucket.dtype) for bucket in plan.buckets)
+    return tuple(joined(pieces(bucket), bucket.dtype, bucket.rounds) for bucket in plan.buckets)
 
 
 def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
@@ -63,7 +63,8 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
 
     def pieces(bucket: Bucket, flat: Array) -> list[Array]:
         leaves = plan.travelling(bucket)
-        split = jax.lax.split(flat, [leaf.size for leaf in leaves])
+        parts = flat if bucket.rounds == 1 else flat.reshape(bucket.rounds, -1)
+        split = jax.lax.split(parts, [leaf.size // bucket.rounds for leaf in leaves], axis=parts.ndim - 1)
         return [piece.reshape(leaf.shape) for leaf, piece in zip(leaves, split)]
 
     return put_together(plan, map(pieces, plan.buckets, buckets))
@@ -90,8 +91,11 @@ def _of_slices(pieces: dict[int, Array]) -> Array | None:
     return jnp.concatenate([pieces[begin] for begin in sorted(pieces)])
 
 
-def joined(pieces: list[Array], dtype: np.dtype) -> Array:
-    return jnp.concatenate([piece.reshape(-1) for piece in pieces]).astype(jax.dtypes.canonicalize_dtype(dtype))
+def joined(pieces: list[Array], dtype: np.dtype, rounds: int = 1) -> Array:
+    """Joins arrays to a flat one of so many equal parts, each of which holds an equal part of every array."""
+    parts = (rounds, -1) if rounds > 1 else (-1,)
+    flat = jnp.concatenate([piece.reshape(parts) for piece in pieces], axis=-1).reshape(-1)
+    return flat.astype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _as_planned(plan: BucketPlan, i: int, value: Any) -> Array:

@@ -76,7 +76,9 @@ class Travelling(NamedTuple):
     slice: Slice | None = None
     """None: all of it."""
     loop: int = 0
-    """The number of the loop that makes the slice."""
+    """The number of the loop that makes the slice, or the leaf round by round."""
+    rounds: int = 1
+    """The number of equal parts along its first dim that travel one by one, as a loop makes them in its rounds."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ class Bucket:
     has more rows than that. None: all of it travels."""
     slice: Slice | None = None
     """The slice of its leaves that travels, if a loop makes their gradients slice by slice; None: all of them."""
+    rounds: int = 1
+    """The number of parts, one behind the other, that are summed one by one. Each holds an equal part of every leaf,
+    which a loop makes in one of its rounds."""
 
     @property
     def word(self) -> int:
@@ -182,14 +187,14 @@ class BucketPlan:
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
-        buckets = (f"{bucket.leaves} {bucket.rows or bucket.slice or ''}".rstrip() for bucket in self.buckets)
+        buckets = (f"{one.leaves} {one.rows or one.slice or ''}{_in_rounds(one)}".rstrip() for one in self.buckets)
         parts = [f"in {self.parts} parts"] if self.parts > 1 else []
         text = [*map(str, self.leaves), *buckets, *map(str, self.messages), *parts]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         rows = [
-            (str(i), str(len(b.leaves)), f"{b.nbytes / MiB:.3f}", str(b.dtype), _abridged(b.names) + _told(b.rows))
+            (str(i), str(len(b.leaves)), f"{b.nbytes / MiB:.3f}", str(b.dtype), _abridged(b.names) + _told(b))
             for i, b in enumerate(self.buckets)
         ]
         head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
@@ -264,7 +269,7 @@ def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
 def _holds(bucket: Bucket, bits: int) -> bool:
     """Whether floats of `bits` bits can travel behind a bucket."""
     floats = jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
-    return floats and bucket.rows is None
+    return floats and bucket.rows is None and bucket.rounds == 1
 
 
 def _abridged(names: tuple[str, ...], width: int = 64) -> str:
@@ -273,8 +278,13 @@ def _abridged(names: tuple[str, ...], width: int = 64) -> str:
     return text if len(text) <= width else f"{names[0]}, …, {names[-1]}"
 
 
-def _told(rows: Rows | None) -> str:
-    return f" ({rows.most} of {rows.of} rows, with their numbers)" if rows else ""
+def _told(bucket: Bucket) -> str:
+    rows = bucket.rows
+    return f" ({rows.most} of {rows.of} rows, with their numbers)" if rows else _in_rounds(bucket)
+
+
+def _in_rounds(bucket: Bucket) -> str:
+    return f" (in {bucket.rounds} rounds)" if bucket.rounds > 1 else ""
 
 
 def _counted(count: int, noun: str) -> str:

@@ -54,6 +54,46 @@ def fill_buckets(
     return made
 
 
+def fill_rounds(
+    tree: Any,
+    loops: Mapping[int, tuple[int, int]],
+    places: Mapping[int, int],
+    *,
+    groups: Groups | None = None,
+    **caps: Any,
+) -> dict[int, list[Travelling]]:
+    """Finds the stacks that are summed in the loop that makes them, a row of each in every round.
+
+    These are the stacks of a loop and a dtype that do not fit into a bucket. XLA sends nothing else while a loop with
+    sums runs; so they are summed behind the loop if what is ready before it, and could travel meanwhile, is more.
+
+    Args:
+      tree: as for `make_plan`.
+      loops: leaf index → place of the loop that makes its gradient row by row, and number of its rounds.
+      places: leaf index → place of the last equation that makes its gradient.
+      groups: as for `make_plan`; a leaf that is in a group travels by itself.
+      **caps: as for `make_plan`.
+
+    Returns:
+      What travels of these leaves: all rounds.
+
+    Example:
+      >>> import numpy as np
+      >>> tree = {"head": np.zeros(256, np.float32), "kernel": np.zeros((6, 256, 256), np.float32)}
+      >>> fill_rounds(tree, {1: (3, 6)}, {0: 2, 1: 3}, bucket_cap_mb=1)[1][0].rounds
+      6
+    """
+    leaves = make_plan(tree, order=()).leaves
+    of_dtypes = [{i: loops[i] for i in loops if leaves[i].dtype == dtype} for dtype in {leaves[i].dtype for i in loops}]
+    stacks = {i: some[i] for some in of_dtypes for i in fill_buckets(tree, some, groups=groups, **caps)}
+
+    def worth(loop: int) -> bool:
+        before = sum(leaves[i].nbytes for i, place in places.items() if place < loop and i not in stacks)
+        return before < sum(leaves[i].nbytes for i, (other, _) in stacks.items() if other == loop)
+
+    return {i: [Travelling(i, None, *of)] for i, of in stacks.items() if worth(of[0])}
+
+
 def plan_with_slices(
     tree: Any,
     touched: Mapping[int, int],
@@ -76,16 +116,18 @@ def plan_with_slices(
     Returns:
       The plan.
     """
-    if not any(one.slice for one in order):
+    if not any(_by_rounds(one) for one in order):
         numbers = [one.leaf for one in order]
         return plan_with_table_rows(tree, touched, replicas, order=numbers, groups=groups, **caps)
     whole = make_plan(tree, order=())
     leaves = jax.tree.leaves(tree)
     asked = group_keys([whole.leaves[one.leaf].name for one in order], groups)
-    keys = [("rounds", one.loop, one.slice) if one.slice else key and ("group", key) for one, key in zip(order, asked)]
+    keys = [
+        ("rounds", one.loop, one.slice) if _by_rounds(one) else key and ("group", key) for one, key in zip(order, asked)
+    ]
     plan = plan_with_table_rows(
         [_form(leaves[one.leaf], one) for one in order],
-        {at: touched[one.leaf] for at, one in enumerate(order) if one.leaf in touched and one.slice is None},
+        {at: touched[one.leaf] for at, one in enumerate(order) if one.leaf in touched and not _by_rounds(one)},
         replicas,
         order=range(len(order)),
         groups=lambda name: keys[int(name)],
@@ -95,9 +137,16 @@ def plan_with_slices(
     def of_leaves(bucket: Bucket) -> Bucket:
         inside = [order[at] for at in bucket.leaves]
         names = tuple(f"{whole.leaves[one.leaf].name}{one.slice or ''}" for one in inside)
-        return replace(bucket, leaves=tuple(one.leaf for one in inside), names=names, slice=inside[0].slice)
+        numbers = tuple(one.leaf for one in inside)
+        rounds = inside[0].rounds
+        return replace(bucket, leaves=numbers, names=names, slice=inside[0].slice, rounds=rounds)
 
     return replace(plan, leaves=whole.leaves, treedef=whole.treedef, buckets=tuple(map(of_leaves, plan.buckets)))
+
+
+def _by_rounds(one: Travelling) -> bool:
+    """Whether it shares a bucket with what the same rounds of the same loop make, whatever the caps say."""
+    return one.slice is not None or one.rounds > 1
 
 
 def _form(leaf: Any, one: Travelling) -> jax.ShapeDtypeStruct:

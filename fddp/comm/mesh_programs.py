@@ -14,11 +14,13 @@ from fddp.jax_internals import OVERLAP_OPTIONS, over_axes
 
 # By default XLA merges all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops
 # barriers before it puts instructions in order; ranks whose programs differ would then call collectives in different
-# orders. On GPUs before Hopper XLA's scheduler overlaps nothing by default.
+# orders. On GPUs before Hopper XLA's scheduler overlaps nothing by default. A sum in a loop starts in one round and is
+# awaited in the next only if XLA is told to.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander"}
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_enable_latency_hiding_scheduler": "True",
+    "xla_gpu_enable_pipelined_all_reduce": "True",
     **OVERLAP_OPTIONS,
 }
 
@@ -78,6 +80,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         replicas_in_array=mesh.shape[axis_name],
         # With several steps under way all threads of XLA:CPU may wait in all-reduces, for devices that have none left.
         shares_cores=on_cpu and mesh.size > len(first_devices(mesh)),
+        overlaps=not on_cpu,
         view=view,
         spec=spec,
         program=program,

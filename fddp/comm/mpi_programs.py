@@ -51,6 +51,7 @@ def mpi_placement(comm: Any) -> Placement:
         per_replica=REPLICATED,
         replicas_in_array=1,
         shares_cores=False,
+        overlaps=False,
         view=WHOLE,
         spec=lambda x: REPLICATED,
         program=program,

@@ -39,6 +39,8 @@ class Placement(NamedTuple):
     """The number of replicas whose rows such an array holds."""
     shares_cores: bool
     """Whether several devices of this process share its cores: one step must then end before the next begins."""
+    overlaps: bool
+    """Whether XLA computes while it communicates, inside of one program: on GPUs it does."""
     view: AbstractMesh
     """The mesh as the function of a replica of several devices sees it: XLA partitions along the other axes."""
     spec: Callable[[Any], PartitionSpec]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fddp.hlo.device_groups import Devices, device_groups
 from fddp.hlo.flops import work
-from fddp.hlo.module import Array, Instruction, Module, Schedule
+from fddp.hlo.module import Array, Computation, Instruction, Module, Schedule
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -39,6 +39,8 @@ class Collective:
     """Matrix products and convolutions that are scheduled between start and done; in a loop those of one round."""
     flops: int
     """Their floating-point operations, in all rounds."""
+    pipelined: bool = False
+    """Whether each round of its loop sends what the round before has made, so that all of a round can run beside it."""
 
     @property
     def asynchronous(self) -> bool:
@@ -100,9 +102,18 @@ def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
                 branches=schedule.branches,
                 heavy=sum(map(bool, under)),
                 flops=schedule.rounds * sum(one.flops for found in under for one in found),
+                pipelined=schedule.loops > 0 and all(_is_given(computation, name) for name in line.operands),
             )
         )
     return collectives
+
+
+def _is_given(computation: Computation, name: str) -> bool:
+    """Whether a value is there when its computation begins, be it under another name or as a copy."""
+    instruction = computation[name]
+    while instruction.opcode in ("copy", "bitcast", "get-tuple-element"):
+        instruction = computation[instruction.operands[0]]
+    return instruction.opcode == "parameter"
 
 
 def _sender(module: Module, line: Instruction) -> Instruction | None:

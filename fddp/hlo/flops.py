@@ -12,6 +12,7 @@ from fddp.hlo.module import Computation, Instruction, Module
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "add-dependency", "opt-barrier"}
 SLICES = {"slice", "dynamic-slice", "gather"}
+UPDATE = "dynamic-update-slice"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ def work(module: Module, instruction: Instruction, computation: Computation) -> 
 
 
 def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
-    """Counts the bytes that an instruction reads and writes; an array that a fusion only slices counts by its slices.
+    """Counts the bytes that an instruction reads and writes.
+
+    An array that a fusion only slices counts by its slices, and one into which it writes a slice by that slice.
 
     Args:
       module: the program.
@@ -65,30 +68,48 @@ def traffic(module: Module, instruction: Instruction, computation: Computation) 
         called = (module.computations[name] for name in instruction.calls)
         inner = (traffic(module, part, body) for body in called for part in body.values())
         return instruction.trips * sum(inner)
-    written = sum(array.nbytes for array in instruction.result)
+    if instruction.opcode == UPDATE:
+        return 2 * _nbytes(computation[instruction.operands[1]])
     if instruction.opcode != "fusion":
-        return written + sum(sum(x.nbytes for x in computation[name].result) for name in instruction.operands)
-    return written + _read(module.computations[instruction.calls[0]])
+        return _nbytes(instruction) + sum(_nbytes(computation[name]) for name in instruction.operands)
+    body = module.computations[instruction.calls[0]]
+    return _nbytes(instruction) - _kept(body) + _read(body)
+
+
+def _nbytes(instruction: Instruction) -> int:
+    return sum(array.nbytes for array in instruction.result)
+
+
+def _kept(body: Computation) -> int:
+    """Counts the bytes of a fusion's results that stay as they were, because only a slice is written."""
+    *_, root = body.values()
+    made = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    while any(one.opcode == "bitcast" for one in made):
+        made = [body[one.operands[0]] if one.opcode == "bitcast" else one for one in made]
+    return sum(_nbytes(one) - _nbytes(body[one.operands[1]]) for one in made if one.opcode == UPDATE)
 
 
 def _read(body: Computation) -> int:
-    """Counts the bytes that a fusion reads: whole parameters, and the slices of those that are only sliced."""
+    """Counts the bytes that a fusion reads: whole parameters, the slices of those that are only sliced.
+
+    A parameter into which a slice is written is not read.
+    """
     readers: dict[str, list[Instruction]] = {}
     for instruction in body.values():
         for name in instruction.operands:
             readers.setdefault(name, []).append(instruction)
 
     def size(instruction: Instruction) -> int:
-        whole = sum(array.nbytes for array in instruction.result)
+        whole = _nbytes(instruction)
         users = readers.get(instruction.name, [])
-        if not users:
-            return whole
-        parts = [
-            size(user) if user.opcode == "bitcast" else sum(x.nbytes for x in user.result)
-            for user in users
-            if user.opcode in SLICES or user.opcode == "bitcast"
-        ]
-        return min(whole, sum(parts)) if len(parts) == len(users) else whole
+        return min(whole, sum(part(instruction, user) for user in users)) if users else whole
+
+    def part(instruction: Instruction, user: Instruction) -> int:
+        if user.opcode == UPDATE and user.operands[0] == instruction.name:
+            return 0
+        if user.opcode == "bitcast":
+            return size(user)
+        return _nbytes(user) if user.opcode in SLICES else _nbytes(instruction)
 
     return sum(size(instruction) for instruction in body.values() if instruction.opcode == "parameter")
 

@@ -45,6 +45,8 @@ class Reduction(NamedTuple):
     """Number of replicas, where the sum is scattered or messages are gathered."""
     blocks: int = 1
     """Number of blocks of each replica that are added in the tree of virtual replicas."""
+    rounds: int = 1
+    """Number of equal parts of the message that one program sums one by one, as a loop makes them in its rounds."""
 
     @property
     def title(self) -> str:
@@ -84,7 +86,7 @@ def reductions(
         bucket = plan.buckets[message.bucket]
         first = bucket.names[0]
         more = f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
-        one = Reduction(message.name, carries=f"{first}{more}")
+        one = Reduction(message.name, carries=f"{first}{more}", rounds=bucket.rounds)
         if message.rows:
             return one._replace(collective="all_gather", replicas=replicas)
         if bucket.rows:  # the message before this one had its rows, and says whether any are left
@@ -120,11 +122,12 @@ def summed(
         "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
         "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
     }[reduction.collective]
-    apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
+    each = plain if reduction.rounds == 1 else partial(_round_by_round, plain, reduction.rounds)
+    apply = reduction.apply or (lambda comm, message, memory: (each(comm, message), memory))
 
     def send() -> tuple[Array, Any, Array]:
         (total, new), sent = count_bytes(comm, apply, message, memory)
-        return total, new, as_uint32(sent)
+        return total, new, as_uint32(reduction.rounds * sent)
 
     if reduction.asks is None or said is None:
         return send()
@@ -133,6 +136,11 @@ def summed(
         send,
         lambda: (jnp.zeros_like(message), memory, jnp.uint32(0)),
     )
+
+
+def _round_by_round(plain: Any, rounds: int, comm: Communicator, message: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """Sums the parts of a message in a loop, which `fused_loops` puts into the loop that makes them."""
+    return jax.lax.map(partial(plain, comm), message.reshape(rounds, -1)).reshape(-1)
 
 
 def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: Any) -> int:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax._src import source_info_util
 
 # As in jax.extend.core, whose package loads all of Pallas with it.
 from jax._src.core import ClosedJaxpr as ClosedJaxpr
@@ -121,6 +123,15 @@ def run_as_it_is(program: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
     """An equation with other arguments, under its own rules. Relies on `bind` and `get_bind_params`."""
     return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+
+
+def named_as(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """A context in which equations have the name, and the place in the source, of another one behind the name here.
+
+    Relies on `source_info` and on `user_context`, as JAX's own evaluation of programs does.
+    """
+    name = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name)
 
 
 def rematerialised(f: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from fddp.jaxpr.leaves import merge as merge
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split as split
 from fddp.jaxpr.leaves import used_up as used_up
+from fddp.jaxpr.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
@@ -32,6 +33,8 @@ from fddp.jaxpr.rounds import Stack as Stack
 from fddp.jaxpr.rounds import in_slices as in_slices
 from fddp.jaxpr.rounds import slices_made as slices_made
 from fddp.jaxpr.rounds import stacks as stacks
+from fddp.jaxpr.row_origins import made_row_by_row as made_row_by_row
+from fddp.jaxpr.row_origins import places as places
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut

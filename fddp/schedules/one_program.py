@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim
+from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
+from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
-from fddp.schedules.tasks import BYTES, Communicate, Value
+from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -65,16 +66,24 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
 def traced(
     group: Group, make: MakeList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
 ) -> tuple[Any, Any, Memory]:
-    """Runs the tasks of one replica, each message under a name by which `fddp.audit` finds it.
+    """Runs the tasks of one replica; the sum of what a loop makes in its rounds runs in these rounds."""
+    listed = make(state, pending, shards, rows)
+    run = partial(_run, group.communicator, listed)
+    in_rounds = any(task.reduction.rounds > 1 for task in listed.messages)
+    return (fused_loops(run) if in_rounds else run)(state, pending, shards, memory, rows)
+
+
+def _run(
+    comm: Communicator, listed: TaskList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+) -> tuple[Any, Any, Memory]:
+    """Runs the tasks in order, each message under a name by which `fddp.audit` finds it.
 
     If one hook's sum is not finite, all hooks keep the memory that they had before. One that remembered an overflow
     would never be finite again; and an optimizer that skips such a step does not use the other hooks' sums either.
     """
-    listed = make(state, pending, shards, rows)
-    comm = group.communicator
     values = listed.enter(state, pending, shards, rows)
     before = drop_replica_dim(memory) or ((),) * len(listed.messages)
-    sums = list[Value]()
+    since = list[Value]()  # the last sum that others waited for, and those made in loops after it
     remembered = list[Any]()
     sent = list[Any]()
     for task in listed.tasks:
@@ -88,13 +97,14 @@ def traced(
             # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
             # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
             # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
-            if comm.size > 1:
-                last = sums[-1:]
-                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in last)))
-                values.update(zip(last, held))
-            mine = before[len(sums)]
+            # What is summed in a loop has the loop's place, and all ranks have the same program there.
+            if comm.size > 1 and task.reduction.rounds == 1:
+                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in since)))
+                values.update(zip(since, held))
+                since = []
+            mine = before[len(sent)]
             values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, said, message, mine)
-        sums.append(task.writes[0])
+        since.append(task.writes[0])
         remembered.append(mine)
         sent.append(nbytes)
         if BYTES in task.writes:

@@ -1,5 +1,6 @@
 """Reads one rank's first batch: the gradients' program, the order of readiness in it, and what may be unused."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -11,7 +12,7 @@ import numpy as np
 from fddp.buckets import Slice, Travelling
 from fddp.comm import described, trace
 from fddp.jax_internals import ClosedJaxpr, without_jit
-from fddp.jaxpr import collectives, first_uses, in_slices, ready_order, stacks, touched_rows
+from fddp.jaxpr import collectives, first_uses, in_slices, made_row_by_row, places, ready_order, stacks, touched_rows
 from fddp.losses import unjoined
 from fddp.schedules import Schedule, after, described_exchanges, eager, fused, shorter_loops, staged
 from fddp.step.checks import check_batch
@@ -47,6 +48,8 @@ class Seen(NamedTuple):
     """Lines on these, where they travel between stages."""
     digest: bytes
     """The digest of this rank's first rows."""
+    program: str
+    """The digest of the gradients' program, where sums run in its loops; it must be the same on all ranks."""
 
 
 def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
@@ -69,9 +72,9 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     chosen = replica.chosen(state.params)
     program, told = _gradients(replica, state, batch)
     schedule = _schedule(replica, program)
-    sliced = _sliced(replica, state.params, program, schedule)
-    cut = _in_slices(replica, program, chosen, sliced) if sliced else program
-    each = [sliced.get(i, [Travelling(i)]) for i in range(len(jax.tree.leaves(state.params)))]
+    parts = _parts(replica, state.params, program, schedule)
+    cut = _in_slices(replica, program, chosen, parts) if parts and cuts(schedule) else program
+    each = [parts.get(i, [Travelling(i)]) for i in range(len(jax.tree.leaves(state.params)))]
     travelling = [one for i in chosen for one in each[i]]
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     return Seen(
@@ -86,6 +89,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         collectives=tuple(sorted(collectives(program))),
         spoken=described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else [],
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
+        program=_text_digest(program) if parts and schedule is fused and replica.group.processes > 1 else "",
     )
 
 
@@ -158,12 +162,25 @@ def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJ
     )
 
 
-def _sliced(replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedule) -> dict[int, list[Travelling]]:
-    """The slices of each leaf whose gradient leaves slice by slice, as a loop makes it."""
-    if not cuts(schedule) or replica.options.order == "reverse":
+def _parts(replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedule) -> dict[int, list[Travelling]]:
+    """Finds what travels of each leaf whose gradient leaves part by part, as a loop makes it.
+
+    A schedule that cuts sends slices. In one program a whole leaf is sent, a part in each round of the loop.
+    """
+    together = schedule is fused and replica.group.placement.overlaps and replica.group.size > 1
+    if replica.options.order == "reverse" or not (cuts(schedule) or together):
         return {}
     chosen = replica.chosen(params)
-    return replica.slices(params, {chosen[k]: stack for k, stack in stacks(program).items() if k < len(chosen)})
+    found = made_row_by_row(program) if together else stacks(program)
+    loops = {chosen[k]: stack for k, stack in found.items() if k < len(chosen)}
+    return (
+        replica.rounds(params, loops, dict(zip(chosen, places(program)))) if together else replica.slices(params, loops)
+    )
+
+
+def _text_digest(program: ClosedJaxpr) -> str:
+    """A hash of a program's equations, without the addresses of functions in this process."""
+    return hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program.jaxpr)).encode()).hexdigest()
 
 
 def _in_slices(

@@ -20,6 +20,7 @@ from fddp.buckets import (
     depth_of,
     described_groups,
     fill_buckets,
+    fill_rounds,
     place_scalars,
     plan_with_slices,
 )
@@ -142,7 +143,7 @@ class Replica:
         """The buckets of what is trained, in this order; leaves without elements have nothing to send."""
         leaves = jax.tree.leaves(params)
         order = [one for one in order if np.size(leaves[one.leaf])]
-        few = (touched or {}) if self._summed and self._exact and self.way.table_rows else {}
+        few = (touched or {}) if self._apart else {}
         tree = device_parts(self.group.placement, params)
         plan = plan_with_slices(tree, few, self.group.size, order=order, **self.options.bucketing)
         plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
@@ -161,11 +162,22 @@ class Replica:
         free = {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
         return fill_buckets(params, free, **self.options.bucketing)
 
+    def rounds(
+        self, params: Any, loops: Mapping[int, tuple[int, int]], places: Mapping[int, int]
+    ) -> dict[int, list[Travelling]]:
+        """The leaves that are summed in the loops that make them: of each its loop, and the place where it is ready."""
+        return fill_rounds(params, loops, places, **self.options.bucketing) if self._apart else {}
+
     @property
     def _exact(self) -> bool:
         """Whether messages come back as sums of what was sent."""
         options = self.options
         return options.hook is None and self.way.sums and not options.skip_all_reduce_unused_params
+
+    @property
+    def _apart(self) -> bool:
+        """Whether rows of a gradient may travel by themselves: each gradient is whole, and only summed."""
+        return self._exact and self._summed and self.way.table_rows
 
     @property
     def _summed(self) -> bool:

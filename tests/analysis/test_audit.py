@@ -20,6 +20,7 @@ from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
 from fddp.comm import mesh_programs
 from fddp.hlo.collectives import find_collectives
+from fddp.hlo.flops import traffic
 from fddp.hlo.module import parse
 from fddp.hooks.reductions import reductions
 from fddp.schedules.tasks import communications
@@ -227,16 +228,35 @@ class Scanned(nn.Module):
         return stack(nn.Dense(256), x, None)[0]
 
 
-@aot
-def test_layers_in_a_scan_deliver_all_gradients_at_once():
+def scanned_layers():
     x = jnp.ones((512, 256))
     params = jax.eval_shape(Scanned().init, jax.random.key(0), x)
-    workload = Workload(lambda p, b: (jnp.mean(jnp.asarray(Scanned().apply(p, b)) ** 2), {}), params, None, x)
-    audit = look(workload, "h100:8", bucket_cap_mb=0)
+    return Workload(lambda p, b: (jnp.mean(jnp.asarray(Scanned().apply(p, b)) ** 2), {}), params, None, x)
+
+
+@aot
+def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bucket():
+    audit = look(scanned_layers(), "h100:8")
     assert len(audit.collectives) == 2 and all(collective.heavy == 0 for collective in audit.collectives)
     assert audit.looped > audit.flops / 2
     (problem,) = audit.problems()
     assert "ready at once" in problem and "lax.scan" in problem
+
+
+@aot
+@on_both_targets
+def test_the_sum_of_a_layer_travels_in_a_loop_under_all_products_of_the_next(target):
+    audit = look(scanned_layers(), target, bucket_cap_mb=0.5)
+    (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
+    carrying = [one for one, name in zip(audit.collectives, audit.carries) if name == f"bucket {bucket}"]
+    assert sum(one.rounds for one in carrying) == audit.plan.buckets[bucket].rounds == 6
+    (looped,) = (one for one in carrying if one.loops)
+    # XLA takes the first round out of the loop, and the last round's sum.
+    assert looped.asynchronous and looped.pipelined and looped.rounds == 5
+    # A layer's backward pass is two products.
+    assert looped.heavy == 2
+    assert "5 rounds of a loop, each under the next" in str(audit)
+    assert audit.problems() == ()
 
 
 @aot
@@ -392,6 +412,36 @@ def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
     assert (
         "in a loop" in problem and "in each of 3 rounds" in problem and "xla_gpu_enable_pipelined_all_reduce" in problem
     )
+
+
+FILLED = """HloModule f, is_scheduled=true
+%write (into: f32[64,64,64], row: f32[1,64,64], at: s32[]) -> f32[64,64,64] {
+  %into = f32[64,64,64] parameter(0)
+  %row = f32[1,64,64] parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %made = f32[64,64,64] dynamic-update-slice(%into, %row, %at, %at, %at)
+}
+ENTRY %main (into: f32[64,64,64], row: f32[1,64,64], at: s32[]) -> f32[64,64,64] {
+  %into = f32[64,64,64] parameter(0)
+  %row = f32[1,64,64] parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %fusion = f32[64,64,64] fusion(%into, %row, %at), kind=kLoop, calls=%write
+}
+"""
+
+
+def test_a_slice_that_is_written_into_an_array_counts_with_its_own_bytes():
+    module = parse(FILLED)
+    line, body = next(module.schedules()).lines[-1]
+    assert traffic(module, line, body) == 2 * 64 * 64 * 4 + 4
+
+
+def test_a_loop_takes_as_long_as_its_rounds_one_after_the_other():
+    alone = ROUNDS.replace("all-reduce-start(", "copy(").replace("all-reduce-done(", "copy(")
+    once = read_one(alone.replace('"n":"3"', '"n":"1"')).timeline
+    thrice = read_one(alone).timeline
+    assert once is not None and thrice is not None
+    np.testing.assert_allclose(thrice.seconds, 3 * once.seconds)
 
 
 ### Targets

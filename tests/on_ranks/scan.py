@@ -1,5 +1,6 @@
 """Layers under `lax.scan` on several ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,13 +17,15 @@ from fddp.schedules import TRIED
 @claim(quick=("mpi", "gloo"))
 def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
     """Under eager steps in both orders of the messages, and under staged ones."""
-    for schedule, steps in (("staged", 3), ("eager", TRIED + 2)):
+    cases: Any = (("staged", 3), ("eager", TRIED + 2))
+    for schedule, steps in cases:
         trained_as_by_plain_jax(group, steps, schedule=schedule)
 
 
 @claim(quick=("mpi", "gloo"))
 def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(group: fddp.Group):
-    for shard, schedule in (("optimizer", "staged"), ("state", "staged"), ("state", "eager")):
+    cases: Any = (("optimizer", "staged"), ("state", "staged"), ("state", "eager"))
+    for shard, schedule in cases:
         trained_as_by_plain_jax(group, 4, shard=shard, schedule=schedule)
 
 
@@ -58,3 +61,25 @@ def layer(x: Any, w: Any) -> tuple[Any, None]:
 
 def loss(p: Any, x: Any) -> jax.Array:
     return jnp.mean((jax.lax.scan(layer, x @ p["in"], p["layers"])[0] @ p["in"].T - x) ** 2)
+
+
+@claim(backends=("gloo",), quick=("gloo",))
+def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fddp.Group):
+    """The group is taken for one whose programs overlap, as those of GPUs do."""
+    overlapping = replace(group, placement=group.placement._replace(overlaps=True))
+    draw = np.random.default_rng(0)
+    params = {"layers": draw.normal(size=(5, 16, 16)).astype(np.float32) / 8, "in": np.eye(16, dtype=np.float32)}
+    rows = draw.normal(size=(4 * group.size, 16)).astype(np.float32)
+
+    for branches, rounds in ((False, 5), (True, 1)):
+
+        def summed(p: Any, x: Any, branches: bool = branches) -> jax.Array:
+            x = x @ p["in"] if branches and group.rank else x @ p["in"] * 1.0 + 0.0 * x
+            return jnp.mean((jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0]) ** 2)
+
+        options: Any = {"schedule": "fused", "bucket_cap_mb": 0.001}
+        step = fddp.train_step(summed, optax.sgd(0.1), group=overlapping, **options)
+        state, _ = step(step.init(params), rows[4 * group.rank :][:4])
+        assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
+        grads = jax.grad(summed)(params, rows)
+        close(state.params, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), rtol=1e-4, atol=1e-6)

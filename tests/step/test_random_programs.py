@@ -179,7 +179,7 @@ def drawn_often(count: int) -> Callable[[Any], Any]:
         deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
     )
 
 

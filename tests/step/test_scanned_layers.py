@@ -162,7 +162,7 @@ def test_slices_go_with_other_options(group, x64, options):
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_slices_travel_in_sixteen_bits_as_whole_stacks_do(group, schedule):
-    def run(schedule: str) -> tuple[Any, Any]:
+    def run(schedule: Any) -> tuple[Any, Any]:
         step = fddp.train_step(
             net(SLICED["plainly"]),
             optax.sgd(0.1),

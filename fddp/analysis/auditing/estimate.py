@@ -92,5 +92,8 @@ class _Machine:
 
 
 def _seconds(module: Module, line: Instruction, computation: Computation, target: Target) -> float:
+    if line.opcode == "while":
+        inside = (each for called in line.calls for each in module.lines(called))
+        return line.trips * sum(_seconds(module, one, body, target) for one, body in inside)
     products = sum(one.flops / target.chip.flops_per_s(one.dtype) for one in work(module, line, computation))
     return max(products, traffic(module, line, computation) / target.chip.memory_bytes_per_s)

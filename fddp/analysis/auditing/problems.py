@@ -10,6 +10,18 @@ if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit
 
 
+# What to do about a sum in a loop that nothing hides: one of a step's messages, or one of the loss's own.
+AWAITED = (
+    "XLA awaits it where it starts. It does so if the GPU's memory is short (give each replica fewer rows), and if "
+    "XLA_FLAGS unset xla_gpu_enable_pipelined_all_reduce, which fddp sets. With a bucket_cap_mb that holds all rounds "
+    "they are summed at once, behind the loop."
+)
+OF_THE_LOSS = (
+    "move it out of the loop. (What accumulation_steps sends stands outside of loops.) On GPUs a sum that only leaves "
+    "the loop, and that no later round reads, is hidden under the next round."
+)
+
+
 def problems(audit: "Audit") -> Iterator[str]:
     """Finds all that keeps a step's traffic from being hidden, or from being as planned; yields a sentence for each."""
     collectives = audit.collectives
@@ -28,10 +40,8 @@ def problems(audit: "Audit") -> Iterator[str]:
         if collective.loops and not collective.heavy:
             yield (
                 f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in each of "
-                f"{collective.rounds} rounds, and nothing heavy is computed beside it; move it out of the loop. "
-                "(What accumulation_steps sends stands outside of loops.) On GPUs a sum that only leaves the loop, and "
-                "that no later round reads, is hidden under the next round with XLA's option "
-                "xla_gpu_enable_pipelined_all_reduce."
+                f"{collective.rounds} rounds, and nothing heavy is computed beside it; "
+                f"{AWAITED if audit.carries[k] else OF_THE_LOSS}"
             )
     found = [message for message in audit.carries if message is not None]
     missing = [message for message in audit.messages if message not in found]
@@ -39,7 +49,9 @@ def problems(audit: "Audit") -> Iterator[str]:
         yield f"not as planned: no collective carries {_listed(missing)}."
     # Of a bucket whose rows travel nothing else is left to send, as a rule.
     left = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
-    sent = [message for message in found if message not in left]
+    # A message that a loop sends in its rounds has the loop's place; its last round XLA may send behind the loop.
+    looped = {audit.carries[k] for k in audit.sent if collectives[k].loops}
+    sent = [message for message in found if message not in left | looped]
     if sent != sorted(sent, key=audit.messages.index):
         yield f"out of order: messages start in the order {_listed(sent)}; early ones wait for late ones."
     chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches} - left)
@@ -49,11 +61,12 @@ def problems(audit: "Audit") -> Iterator[str]:
             "later, skip_all_reduce_unused_params), XLA computes nothing beside a conditional, and the estimate leaves "
             "what it sends out."
         )
-    yield from _exposed(audit, [k for k in audit.sent if not collectives[k].inside])
+    alone = [k for k in audit.sent if not collectives[k].inside and audit.carries[k] not in looped]
+    yield from _exposed(audit, alone, sum(collectives[k].rounds for k in audit.sent if collectives[k].loops))
 
 
-def _exposed(audit: "Audit", sent: Sequence[int]) -> Iterator[str]:
-    """Finds traffic with nothing under it; the last bucket never has anything."""
+def _exposed(audit: "Audit", sent: Sequence[int], rounds: int) -> Iterator[str]:
+    """Finds traffic with nothing under it, beside what is sent in so many rounds; the last bucket never has any."""
     asynchronous = audit.where != "cpu"  # there no collective is, whatever it carries
     gathers = [k for k in sent if str(audit.carries[k]).startswith("gather") and asynchronous]
     bare = [k for k in gathers if not audit.collectives[k].heavy]
@@ -67,30 +80,32 @@ def _exposed(audit: "Audit", sent: Sequence[int]) -> Iterator[str]:
         yield _bare(audit, bare)
     # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
     held = [k for k in sent if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"]
-    alone = [k for k in sent if k not in held and not audit.collectives[k].heavy]
+    # Beside a loop with sums XLA has little to choose from, and makes synchronous what has nothing beside it.
+    alone = [k for k in sent if (rounds or k not in held) and not audit.collectives[k].heavy]
     if held and audit.where == "cpu":
         yield (
             f"synchronous: {_listed(map(audit.label, held))}. XLA:CPU overlaps nothing inside a program; one process a "
             "replica with schedule='staged' does, and target='h100:8' shows what GPUs would do."
         )
-    elif audit.looped > audit.flops / 2 and not any(audit.collectives[k].heavy for k in sent):
+    elif not rounds and audit.looped > audit.flops / 2 and not any(audit.collectives[k].heavy for k in sent):
         # XLA makes synchronous what has nothing beside it.
         yield (
             f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and a loop (lax.scan "
-            "over layers?) delivers all its gradients when it ends, so nothing is left to hide traffic under; write "
-            "the layers as a Python loop."
+            "over layers?) delivers all its gradients when it ends, so nothing is left to hide traffic under. Those of "
+            "layers are summed inside of the loop if they are more than bucket_cap_mb, and more than what is ready "
+            "before it; where they cannot be (a hook, shard), write the layers as a Python loop."
         )
-    elif held:
+    elif held and not rounds:
         yield (
             f"synchronous: {_listed(map(audit.label, held))}. The program waits for each; "
             "xla_gpu_enable_latency_hiding_scheduler must be true (fddp sets it: look for XLA_FLAGS that unset it)."
         )
-    elif len(sent) == 1 and alone:
+    elif len(sent) + rounds == 1 and alone:
         yield (
             "nothing to overlap with: one bucket holds everything and leaves when the backward pass is over; give a "
             "smaller bucket_cap_mb."
         )
-    elif len(alone) > max(1, len(sent) // 2):
+    elif len(alone) > max(1, (len(sent) + rounds) // 2):
         yield _bare(audit, alone)
 
 

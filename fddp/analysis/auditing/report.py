@@ -108,14 +108,15 @@ class Audit:
             share = f"{collective.flops / self.flops:.1%}" if self.flops else "–"
             dtypes = "+".join(sorted({array.dtype for array in collective.arrays}))
             looped = f", in {collective.rounds} rounds of a loop" if collective.loops else ""
+            looped += ", each under the next" if collective.pipelined else ""
             mode += looped or (", in a branch" if collective.branches else "")
             mib = f"{collective.nbytes / MiB:.3f}"
             rows.append((str(k), self.label(k), collective.kind, mib, dtypes, mode, str(collective.heavy), share))
         lines = [
             *table(rows),
-            f"{self.where}: {sum(f.asynchronous for f in self.collectives)} of {len(self.collectives)} collectives "
-            f"asynchronous, {len(self.plan.buckets)} buckets planned; {self.heavy} heavy operations, "
-            f"{self.flops / 1e9:.1f} GFLOP a replica",
+            f"{self.where}: {sum(f.rounds for f in self.collectives if f.asynchronous)} of "
+            f"{sum(f.rounds for f in self.collectives)} collectives asynchronous, {len(self.plan.buckets)} buckets "
+            f"planned; {self.heavy} heavy operations, {self.flops / 1e9:.1f} GFLOP a replica",
         ]
         if self.timeline is not None and self.sent:
             line = self.timeline
