@@ -92,6 +92,39 @@ def test_what_a_program_of_equations_does_it_still_does():
     assert said == [3]
 
 
+ONES = np.ones((3, 3))
+ZEROS = np.zeros((3, 3))
+TELLING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "another literal": (lambda x: x * 2.0, lambda x: x * 3.0),
+    "zero with another sign": (lambda x: x + 0.0, lambda x: x + -0.0),
+    "another order of inputs": (lambda x: x - jnp.sin(x), lambda x: jnp.sin(x) - x),
+    "another equation": (jnp.sin, jnp.cos),
+    "another parameter": (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1)),
+    "another constant": (lambda x: x + ONES, lambda x: x + ZEROS),
+    "another function of the host": (
+        lambda x: jax.pure_callback(np.sin, x, x),
+        lambda x: jax.pure_callback(np.cos, x, x),
+    ),
+    "another output": (lambda x: [jnp.sin(x), x], lambda x: [x, jnp.sin(x)]),
+}
+
+
+@pytest.mark.parametrize("difference", TELLING)
+def test_programs_that_differ_have_different_forms(difference):
+    x = jnp.ones((3, 3))
+    one, other = (jax.make_jaxpr(f)(x) for f in TELLING[difference])
+    assert internals.form_of_program(one) != internals.form_of_program(other)
+
+
+def test_programs_of_equal_equations_have_one_form_and_others_for_other_shapes():
+    def f(x: Any) -> Any:
+        return jnp.sum(jnp.sin(x) @ jnp.cos(2.0 * x), axis=0)
+
+    programs = [jax.make_jaxpr(lambda *args: f(*args))(jnp.ones((n, n))) for n in (3, 3, 4)]
+    first, again, larger = map(internals.form_of_program, programs)
+    assert first == again != larger
+
+
 def test_a_new_variable_has_the_form_of_the_old_one_and_is_another():
     old = jax.make_jaxpr(jnp.sin)(jnp.ones((2, 3))).jaxpr.invars[0]
     new = internals.new_variable(old)

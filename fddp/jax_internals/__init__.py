@@ -21,6 +21,7 @@ from fddp.jax_internals.configuration import compilation_cache as compilation_ca
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import with_configuration as with_configuration
 from fddp.jax_internals.configuration import without_jit as without_jit
+from fddp.jax_internals.equal_programs import form_of_program as form_of_program
 from fddp.jax_internals.jaxprs import CALLS as CALLS
 from fddp.jax_internals.jaxprs import OWN_DERIVATIVE as OWN_DERIVATIVE
 from fddp.jax_internals.jaxprs import REMATERIALISED as REMATERIALISED

@@ -18,6 +18,7 @@ from fddp.jax_internals import (
     Literal,
     Var,
     acts,
+    form_of_program,
     inner_programs,
     jaxpr_as_fun,
     make_program,
@@ -110,6 +111,7 @@ def cut(
         lambda atom: False,
     )
     number = {var: n for n, var in enumerate([*jaxpr.invars, *(v for given in gives for v in given)])}
+    known = dict[Any, Callable[..., list[Any]]]()
 
     def stage(k: int) -> Stage:
         part, need = pairs[k]
@@ -117,7 +119,7 @@ def cut(
         eqns = [jaxpr.eqns[at] for at in part]
         body = make_program(program, eqns, needs[k], [*gives[k], *results[k]], {v: consts[v] for v in used})
         return Stage(
-            run=jaxpr_as_fun(body),
+            run=known.setdefault(form_of_program(body), jaxpr_as_fun(body)),
             reads=tuple(number[v] for v in needs[k]),
             writes=tuple(number[v] for v in gives[k]),
             results=len(results[k]),

@@ -5,6 +5,7 @@ The mathematics is the pieces' own. Here are also the spans of a step that ran, 
 jaxpr, buckets, comm and hooks.
 """
 
+from fddp.schedules.ahead_of_time import compiled as compiled
 from fddp.schedules.border import shorter_loops as shorter_loops
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
@@ -20,7 +21,6 @@ from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
-from fddp.schedules.programs import compiled as compiled
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.rehearsal import rehearse as rehearse

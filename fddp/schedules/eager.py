@@ -19,12 +19,13 @@ from fddp.buckets import Messages
 from fddp.comm import MOST, Group
 from fddp.hooks import Memory, plain_bytes
 from fddp.jaxpr import used_up
+from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.gathers_ahead import gathers_ahead
 from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.message_order import Trial, orders
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import compiled, preparing
+from fddp.schedules.programs import preparing
 from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, routed
 from fddp.schedules.slice_by_slice import slice_by_slice
 from fddp.schedules.staged import refuse_without_jit

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from fddp.comm import Group
 from fddp.hooks import Memory
+from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.launcher import Launched, Launcher, own_lane
 from fddp.schedules.lists import in_stages
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import compiled, preparing
+from fddp.schedules.programs import preparing
 from fddp.schedules.queues import Arranged, QueueOf, by_kind, freed, heard, routed
 from fddp.schedules.send import sending
 from fddp.schedules.staged import refuse_without_jit

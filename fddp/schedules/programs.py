@@ -1,25 +1,20 @@
 """The compute tasks of a list as XLA programs, one each, and what else is made once for each form of arguments."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from fddp.buckets import sub_byte
 from fddp.comm import REPLICATED, Group, Placement, of_one_replica
-from fddp.jax_internals import Jaxpr, callbacks, inner_programs
-from fddp.schedules.claims import each_by_one
 from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.shown import named
-from fddp.schedules.tasks import HANDED, MESSAGE, SHARDS, STATE, WRITTEN, Compute, TaskList, Value
+from fddp.schedules.tasks import MESSAGE, SHARDS, STATE, Compute, TaskList, Value
 
 # By the names of tasks: (values that are read) -> values that are written.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
@@ -95,8 +90,8 @@ def jitted(
     del values
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
-        free = [at for at, name in enumerate(task.reads) if name in freed.get(task.name, ()) and _of_state(name)]
-        return first_call(_program(placement, task, free), task.name, says)
+        free = [at for at, name in enumerate(task.reads) if name in freed.get(task.name, ()) and of_state(name)]
+        return first_call(program_of(placement, task, free), task.name, says)
 
     return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
 
@@ -124,7 +119,7 @@ def on_each_device(
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
         # Updates alone donate: a stage that did would no longer share a program with the same stage of others.
         own = freed.get(task.name, ()) if task.kind == "update" else ()
-        free = tuple(at for at, name in enumerate(task.reads) if name in own and _of_state(name))
+        free = tuple(at for at, name in enumerate(task.reads) if name in own and of_state(name))
         free += tuple(range(task.reuses))
         if (task.run, free) not in known:
             known[task.run, free] = first_call(jax.jit(task.run, donate_argnums=free), task.name, says)
@@ -147,120 +142,20 @@ def _joined(placement: Placement, value: Value, arrays: tuple[Any, ...]) -> Any:
     return placement.together(arrays, placement.per_replica) if value.kind == MESSAGE else arrays
 
 
-def compiled(
-    placement: Placement, listed: TaskList, values: Mapping[Value, Any], freed: Freed, says: Compiling
-) -> Programs:
-    """Compiles all programs before any of them runs, equal ones once.
-
-    Args:
-      placement: where they run.
-      listed: the tasks.
-      values: those that are there at first, as all replicas together have them.
-      freed: the values whose memory a task may have, for each task by name.
-      says: reports what compiles.
-
-    Returns:
-      A program for each compute task, by its name.
-    """
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
-    keys = dict[str, Any]()
-    known = dict[Any, _Traced]()
-
-    def trace(task: Compute) -> Any:
-        read = [forms[name] for name in task.reads]
-        jit = _program(placement, task)
-        traced = jit.trace(*read)
-        forms.update(zip(task.writes, traced.out_info))
-        if free := _usable(task, freed.get(task.name, ()), forms):
-            jit = _program(placement, task, free)
-            traced = jit.trace(*read)
-        lowered = traced.lower()
-        # Equal layers make equal stages: what XLA would get twice is compiled once.
-        shapes = _shapes(read)
-        told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
-        text = lowered.as_text()
-        same = (text, jax.tree.structure(read), *shapes, *told_apart)
-        if same not in known:
-            # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another
-            # layout, nor the token that MPI's collectives hand on.
-            ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
-            made = lowered.compile if ahead else partial(first_call, jit, task.name, says)
-            known[same] = _Traced(task.name, text, traced.jaxpr.consts, made)
-        return same
-
-    now = "a step"
-
-    def make(number: int) -> Callable[..., Sequence[Any]]:
-        nonlocal now
-        one = [*known.values()][number]
-        now = f"program {number + 1} of {len(known)} ({one.name})"
-        return one.make()
-
-    with says(lambda: now):
-        for task in listed.tasks:
-            if isinstance(task, Compute):
-                if task.writes:
-                    keys[task.name] = trace(task)
-            else:
-                back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
-                if not task.writes[0].equal_everywhere:
-                    back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
-                nbytes = jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
-                forms.update(zip(task.writes, (back, nbytes)))
-        programs = dict(zip(known, each_by_one([one.text for one in known.values()], make)))
-    # A stage that writes nothing has nothing to do: other stages use what it waits for.
-    return {
-        task.name: programs[keys[task.name]] if task.writes else task.run
-        for task in listed.tasks
-        if isinstance(task, Compute)
-    }
+def program_of(placement: Placement, task: Compute, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
+    """A task as a program, still to be compiled; it may reuse the memory of some of its inputs."""
+    return placement.program(task.run, *specs_of(placement, task), donate=donate)
 
 
-class _Traced(NamedTuple):
-    """A program that is still to be compiled."""
+def specs_of(placement: Placement, task: Compute) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+    """Where the values lie that a task reads, and those that it writes."""
 
-    name: str
-    """The name of the first task that runs it."""
-    text: str
-    """The program, as XLA gets it."""
-    constants: Sequence[Any]
-    """Its constants, which are kept alive, so that their ids stay unique."""
-    make: Callable[[], Callable[..., Sequence[Any]]]
-    """Compiles it."""
-
-
-def _program(placement: Placement, task: Compute, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
     def specs(values: Sequence[Value]) -> tuple[PartitionSpec, ...]:
         return tuple(REPLICATED if value.equal_everywhere else placement.per_replica for value in values)
 
-    return placement.program(task.run, specs(task.reads), specs(task.writes), donate=donate)
+    return specs(task.reads), specs(task.writes)
 
 
-def _usable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) -> list[int]:
-    """Inputs to donate: values of the state, and what an update hands on, each with a result of the same shape."""
-
-    def wants(value: Value) -> Counter[Any]:
-        return Counter((value.equal_everywhere, *shape) for shape in _shapes(forms[value]))
-
-    room = sum(map(wants, task.writes), Counter())
-    places = list[int]()
-    for at, name in enumerate(task.reads):
-        if name in free and (_of_state(name) or name.kind in (HANDED, WRITTEN)) and wants(name) <= room:
-            room -= wants(name)
-            places.append(at)
-    return places
-
-
-def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
-    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-
-
-def _of_state(value: Value) -> bool:
+def of_state(value: Value) -> bool:
+    """Whether a value is an array of the state, whole or in shards."""
     return value.kind in (STATE, SHARDS)
-
-
-def _callbacks(jaxpr: Jaxpr) -> list[Any]:
-    """The host's functions that a program calls: its text only numbers them."""
-    own = [callback for eqn in jaxpr.eqns for callback in callbacks(eqn)]
-    bodies = [body for eqn in jaxpr.eqns for body in inner_programs(eqn)]
-    return [*own, *(callback for body in bodies for callback in _callbacks(body))]

@@ -1,6 +1,7 @@
 """Cuts a program into stages, and makes a task of each."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -40,10 +41,15 @@ def stages_of(
     bare = {number for number, name in enumerate(names) if number < len(given) or name.kind in (HANDED, WRITTEN)}
     results = iter([made[number] for number in numbers if made[number].kind != HANDED])
 
+    known = dict[Any, Callable[..., Sequence[Any]]]()
+
     def task(k: int, stage: Stage) -> Compute:
         reads = tuple(names[number] for number in stage.reads)
         writes = (*(names[number] for number in stage.writes), *islice(results, stage.results))
-        run = _handing(stage, bare) if writes else lambda *values: ()
+        own = tuple(number not in bare for number in stage.reads)
+        handed = tuple(number not in bare for number in stage.writes)
+        run = known.setdefault((stage.run, own, handed), partial(_handing, stage.run, own, handed))
+        run = run if writes else lambda *values: ()
         return Compute(f"{title} {k}", reads, writes, run, kind, speaks=stage.speaks and kind == "compute")
 
     return [task(k, stage) for k, stage in enumerate(stages)]
@@ -54,13 +60,10 @@ def _handed(title: str, stage: int, number: int, kind: str) -> Value:
     return Value(kind, stage, str(number) if kind == title else f"{title}/{number}")
 
 
-def _handing(stage: Stage, bare: Collection[int]) -> Callable[..., Sequence[Any]]:
-    """Runs a stage. A value that it hands on gets a first dim, along which replicas lie, unless it is a bare one."""
-
-    def run(*values: jax.Array) -> Sequence[Any]:
-        read = [x if number in bare else x[0] for number, x in zip(stage.reads, values)]
-        made = stage.run(*read)
-        handed = [x if number in bare else x[None] for number, x in zip(stage.writes, made)]
-        return *handed, *made[len(handed) :]
-
-    return run
+def _handing(
+    run: Callable[..., Sequence[Any]], own: Sequence[bool], handed: Sequence[bool], *values: jax.Array
+) -> Sequence[Any]:
+    """Runs a stage. Marked values, of those that it reads and hands on, have a first dim along which replicas lie."""
+    made = run(*(x[0] if mine else x for mine, x in zip(own, values)))
+    passed = [x[None] if mine else x for mine, x in zip(handed, made)]
+    return *passed, *made[len(handed) :]

@@ -7,10 +7,11 @@ from typing import Any
 from fddp.comm import Group
 from fddp.hooks import Memory
 from fddp.jax_internals import without_jit
+from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner
-from fddp.schedules.programs import MakePrograms, compiled, jitted, preparing
+from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
 from fddp.schedules.send import remembered, side_by_side
 from fddp.schedules.tasks import TaskList

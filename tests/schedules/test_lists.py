@@ -14,8 +14,8 @@ import pytest
 import fddp
 from fddp.comm.placement import REPLICATED
 from fddp.schedules import in_one_piece, in_one_program, in_order, in_stages, on_threads
+from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.pieces import Pieces
-from fddp.schedules.programs import compiled
 from fddp.schedules.queues import HERE, freed
 from fddp.schedules.stage_tasks import stages_of
 from fddp.schedules.tasks import TaskList, Value

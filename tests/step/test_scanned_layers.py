@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import fddp
+from fddp.schedules import ahead_of_time
 
 LAYERS = 5
 WIDTH = 6
@@ -286,7 +287,7 @@ def test_flax_layers_under_nn_scan_leave_in_slices(group, x64):
 
 @pytest.mark.steps
 def test_equal_rounds_share_a_program(group, x64):
-    def programs(layers: int) -> int:
+    def programs(layers: int) -> tuple[int, int]:
         step = fddp.train_step(
             net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP / 2
         )
@@ -294,14 +295,21 @@ def test_equal_rounds_share_a_program(group, x64):
         state, _ = step(state, ROWS)
         runner = step.tasks(state, ROWS)
         assert len(runner.messages) > layers - 1
-        return len(COMPILED)
+        return len(COMPILED), len(TRACED)
 
     COMPILED: list[str] = []
+    TRACED: list[str] = []
+    trace = ahead_of_time.program_of
     compile_ = jax.stages.Lowered.compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             jax.stages.Lowered, "compile", lambda self, *a, **k: (COMPILED.append(""), compile_(self, *a, **k))[1]
         )
-        few = programs(4)
+        patch.setattr(ahead_of_time, "program_of", lambda _, task, *more: (TRACED.append(""), trace(_, task, *more))[1])
+        programs(4)
         COMPILED.clear()
-        assert programs(9) == few
+        TRACED.clear()
+        few = programs(9)
+        COMPILED.clear()
+        TRACED.clear()
+        assert programs(14) == few
