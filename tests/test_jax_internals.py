@@ -452,7 +452,8 @@ def test_a_transfer_that_is_asked_for_passes_the_guard():
 
 
 def test_xla_knows_the_options_that_it_is_given():
-    assert jax.jit(lambda x: x + 1, compiler_options=internals.OVERLAP_OPTIONS)(1) == 2
+    for options in (internals.OVERLAP_OPTIONS, internals.PIPELINED_SUMS):
+        assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
 
 
 ### Processes

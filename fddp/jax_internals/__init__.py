@@ -16,6 +16,7 @@ from fddp.jax_internals.collective_equations import scattered_dim as scattered_d
 from fddp.jax_internals.collective_equations import sets_of as sets_of
 from fddp.jax_internals.collective_equations import ways_of as ways_of
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
+from fddp.jax_internals.configuration import PIPELINED_SUMS as PIPELINED_SUMS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
 from fddp.jax_internals.configuration import transformed as transformed

@@ -28,6 +28,15 @@ OVERLAP_OPTIONS: dict[str, str] = (
 )
 
 
+# A sum that a round of a loop makes starts in that round and is awaited in the next one only if XLA is told to. JAX
+# 0.11.1 came with another name for it.
+PIPELINED_SUMS: dict[str, str] = (
+    {"xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON"}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {"xla_gpu_enable_pipelined_all_reduce": "True"}
+)
+
+
 def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
     """Makes a function that works in every thread under JAX's configuration as it is here and now.
 

@@ -23,6 +23,7 @@ from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import traffic
 from fddp.hlo.module import parse
 from fddp.hooks.reductions import reductions
+from fddp.jax_internals import PIPELINED_SUMS
 from fddp.schedules.tasks import communications
 from models import bert, gpt, mlp, resnet
 
@@ -245,7 +246,7 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bu
 
 @aot
 @on_both_targets
-def test_the_sum_of_a_layer_travels_in_a_loop_under_all_products_of_the_next(target):
+def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target):
     audit = look(scanned_layers(), target, bucket_cap_mb=0.5)
     (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
     carrying = [one for one, name in zip(audit.collectives, audit.carries) if name == f"bucket {bucket}"]
@@ -253,8 +254,8 @@ def test_the_sum_of_a_layer_travels_in_a_loop_under_all_products_of_the_next(tar
     (looped,) = (one for one in carrying if one.loops)
     # XLA takes the first round out of the loop, and the last round's sum.
     assert looped.asynchronous and looped.pipelined and looped.rounds == 5
-    # A layer's backward pass is two products.
-    assert looped.heavy == 2
+    # A layer's backward pass is two products; for Hopper the XLA of JAX 0.11 puts one of them before the sum.
+    assert looped.heavy == (1 if target.startswith("h100") and jax.__version_info__ >= (0, 11) else 2)
     assert "5 rounds of a loop, each under the next" in str(audit)
     assert audit.problems() == ()
 
@@ -409,9 +410,8 @@ def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
     bare = ROUNDS.replace(f"{start}\n{product}\n{done}", f"{product}\n{start}\n{done}")
     assert bare != ROUNDS
     problem = read_one(bare).problems()[0]
-    assert (
-        "in a loop" in problem and "in each of 3 rounds" in problem and "xla_gpu_enable_pipelined_all_reduce" in problem
-    )
+    (option,) = PIPELINED_SUMS
+    assert "in a loop" in problem and "in each of 3 rounds" in problem and option in problem
 
 
 FILLED = """HloModule f, is_scheduled=true

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from fddp.analysis.auditing.carried import merged
 from fddp.buckets import MiB
+from fddp.jax_internals import PIPELINED_SUMS
 
 if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 # What to do about a sum in a loop that nothing hides: one of a step's messages, or one of the loss's own.
 AWAITED = (
     "XLA awaits it where it starts. It does so if the GPU's memory is short (give each replica fewer rows), and if "
-    "XLA_FLAGS unset xla_gpu_enable_pipelined_all_reduce, which fddp sets. With a bucket_cap_mb that holds all rounds "
+    f"XLA_FLAGS unset {', '.join(PIPELINED_SUMS)}, which fddp sets. With a bucket_cap_mb that holds all rounds "
     "they are summed at once, behind the loop."
 )
 OF_THE_LOSS = (
