@@ -5,7 +5,7 @@ An array is cut as a whole, or, where it is a stack, each of its layers by itsel
 
 import math
 
-MOST_LAYERS = 256  # no loop over layers has more; arrays with more rows are matrices and tables
+MOST_LAYERS = 256  # no loop over layers has more
 LINE = 32  # 128 bytes of 32-bit numbers
 
 
@@ -37,8 +37,9 @@ def part_dims(size: int, parts: int, depth: int = 1) -> tuple[int, ...]:
 def depth_of(size: int, shape: tuple[int, ...], parts: int) -> int:
     """Finds how many layers of an array are cut each by itself: those of a stack, which loops make layer by layer.
 
-    Forms alone decide, as a state is laid out before a loop is seen. Each part of a layer is at least a line of a GPU's
-    cache, so that padding is less than 3 %, and copies are as fast as those of whole arrays.
+    Forms alone decide, as a state is laid out before a loop is seen: arrays of two dims are matrices, as a rule. Each
+    part of a layer is at least a line of a GPU's cache, so that padding is less than 3 %, and copies are as fast as
+    those of whole arrays.
 
     Args:
       size: elements of an array that belongs to a leaf: the leaf's own number, or the array is cut as a whole.
@@ -49,8 +50,8 @@ def depth_of(size: int, shape: tuple[int, ...], parts: int) -> int:
       The number; 1: the array is cut as a whole.
 
     Example:
-      >>> depth_of(12 * 64 * 64, (12, 64, 64), 8), depth_of(64, (64,), 8), depth_of(3000 * 64, (3000, 64), 8)
+      >>> depth_of(12 * 64 * 64, (12, 64, 64), 8), depth_of(64, (64,), 8), depth_of(128 * 64, (128, 64), 8)
       (12, 1, 1)
     """
-    stack = 1 < (shape or (1,))[0] <= MOST_LAYERS and size == math.prod(shape) and size >= shape[0] * parts * LINE
-    return shape[0] if stack else 1
+    stack = len(shape) > 2 and 1 < shape[0] <= MOST_LAYERS and size == math.prod(shape)
+    return shape[0] if stack and size >= shape[0] * parts * LINE else 1

@@ -91,6 +91,8 @@ def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped
     dims = part_dims(x.size, replicas, depth)
     layers = x.reshape(depth, x.size // depth)
     filled = jnp.pad(layers, ((0, 0), (0, dims[-1] * replicas - x.size // depth)))
+    if depth == 1:  # nothing is to be copied
+        return filled.reshape(replicas, *dims)
     # Whole rows are copied: XLA's CPU backend transposes number by number.
     return jnp.stack(jnp.split(filled, replicas, axis=1)).reshape(replicas, *dims)
 
