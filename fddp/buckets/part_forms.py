@@ -53,5 +53,6 @@ def depth_of(size: int, shape: tuple[int, ...], parts: int) -> int:
       >>> depth_of(12 * 64 * 64, (12, 64, 64), 8), depth_of(64, (64,), 8), depth_of(128 * 64, (128, 64), 8)
       (12, 1, 1)
     """
-    stack = len(shape) > 2 and 1 < shape[0] <= MOST_LAYERS and size == math.prod(shape)
-    return shape[0] if stack and size >= shape[0] * parts * LINE else 1
+    layers, *more = shape or (1,)
+    stack = len(more) > 1 and 1 < layers <= MOST_LAYERS and size == math.prod(shape)
+    return layers if stack and size >= layers * parts * LINE else 1

@@ -9,7 +9,7 @@ from fddp.jax_internals.jaxprs import ClosedJaxpr, Literal
 
 
 def form_of_program(closed: ClosedJaxpr) -> Hashable:
-    """What tells a program apart: programs of equal forms compute the same, in the same way.
+    """Makes the form of a program: programs of equal forms compute the same, in the same way.
 
     Programs inside of an equation are equal if they are one object, as the body of a loop is in each part of it. A
     program with a parameter that nothing can be compared with is equal to none but itself. Relies on the parameters and

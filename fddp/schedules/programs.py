@@ -148,7 +148,7 @@ def program_of(placement: Placement, task: Compute, donate: Sequence[int] = ()) 
 
 
 def specs_of(placement: Placement, task: Compute) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-    """Where the values lie that a task reads, and those that it writes."""
+    """The places of the values that a task reads, and of those that it writes."""
 
     def specs(values: Sequence[Value]) -> tuple[PartitionSpec, ...]:
         return tuple(REPLICATED if value.equal_everywhere else placement.per_replica for value in values)
