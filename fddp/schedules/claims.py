@@ -6,11 +6,10 @@ claims a program before it compiles it, goes on with others where a neighbour wa
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import jax
 
@@ -37,11 +36,11 @@ def each_by_one(texts: Sequence[str], make: Callable[[int], Made]) -> list[Made]
       >>> each_by_one(["a", "b"], lambda number: 10 * number)
       [0, 10]
     """
-    folder = _shared_folder()
-    if folder is None:
+    shared = _shared_file()
+    if shared is None:
         return [make(number) for number in range(len(texts))]
     made = dict[int, Made]()
-    with (folder / CLAIMS).open("ab") as file:
+    with shared as file:
         for waits in (False, True):
             for number in (k for k in range(len(texts)) if k not in made):
                 with _claim(file.fileno(), texts[number], waits) as mine:
@@ -50,10 +49,18 @@ def each_by_one(texts: Sequence[str], make: Callable[[int], Made]) -> list[Made]
     return [made[number] for number in range(len(texts))]
 
 
-def _shared_folder() -> Path | None:
-    """The folder of JAX's compilation cache; None: there is none, or JAX lets one process alone write to it."""
+def _shared_file() -> BinaryIO | None:
+    """Opens the file of claims in JAX's compilation cache; None: there is no cache in which all processes can write.
+
+    Where JAX's processes are several it lets one of them alone write there.
+    """
     folder = compilation_cache()
-    return Path(folder) if folder and jax.process_count() == 1 and os.access(folder, os.W_OK) else None
+    if not folder or jax.process_count() > 1:
+        return None
+    try:
+        return (Path(folder) / CLAIMS).open("ab")
+    except OSError:  # it belongs to another user, or is no folder of this machine: each process compiles for itself
+        return None
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import pytest
 
-from fddp.schedules.claims import each_by_one
+from fddp.schedules.claims import CLAIMS, each_by_one
 
 # Claims "a" until it reads a line, or for ever.
 NEIGHBOUR = """
 import sys, jax
-from fddp.schedules.claims import each_by_one
+from fddp.schedules.claims import CLAIMS, each_by_one
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 each_by_one(["a"], lambda number: (print("claimed", flush=True), sys.stdin.readline()))
 """
@@ -83,3 +83,8 @@ def test_without_a_cache_programs_are_made_in_their_order():
     made = list[int]()
     each_by_one(["b", "a"], made.append)
     assert made == [0, 1]
+
+
+def test_where_no_claim_can_be_written_each_process_compiles_for_itself(cache):
+    (Path(cache) / CLAIMS).mkdir()
+    assert each_by_one(["a", "b"], lambda number: number) == [0, 1]
