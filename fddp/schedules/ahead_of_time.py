@@ -39,8 +39,8 @@ def compiled(
 
     def make(number: int) -> Callable[..., Sequence[Any]]:
         nonlocal now
-        one = [*programs.known.values()][number]
-        now = f"program {number + 1} of {len(programs.known)} ({one.name})"
+        one = each[number]
+        now = f"program {number + 1} of {len(each)} ({one.name})"
         return one.make()
 
     with says(lambda: now):
@@ -49,8 +49,8 @@ def compiled(
                 forms.update(zip(task.writes, _came(placement, listed, task, forms)))
             elif task.writes:
                 keys[task.name] = programs.key(task, freed.get(task.name, ()), forms)
-        texts = [one.text for one in programs.known.values()]
-        made = dict(zip(programs.known, each_by_one(texts, make)))
+        each = list(programs.known.values())
+        made = dict(zip(programs.known, each_by_one([one.text for one in each], make)))
     # A stage that writes nothing has nothing to do: other stages use what it waits for.
     return {
         task.name: made[keys[task.name]] if task.writes else task.run
@@ -96,14 +96,15 @@ class _Traces:
         donated = tuple(_usable(task, free, forms))
         if (call, donated) not in self._keys:
             jit, traced = self._trace(call, task, read, donated)
-            text = traced.lower().as_text()
+            lowered = traced.lower()
+            text = lowered.as_text()
             told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
             same = (text, tree, *shapes, *told_apart)
             # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another
             # layout, nor the token that MPI's collectives hand on.
             ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
             later = partial(first_call, jit, task.name, self._says)
-            make = traced.lower().compile if ahead else later
+            make = lowered.compile if ahead else later
             self.known.setdefault(same, _Traced(task.name, text, traced.jaxpr.consts, make))
             self._keys[call, donated] = same
         return self._keys[call, donated]
