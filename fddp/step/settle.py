@@ -122,7 +122,7 @@ def _agreed(replica: Replica, seen: Seen) -> Agreed:
     # path to the loss on any rank does not travel.
     order, uses, program = group.broadcast_object((seen.order, seen.uses, seen.program))
     # A sum in a loop has no place among the others that ranks with different programs could agree on.
-    if group.all_reduce(np.int32(seen.program != program), op="max"):
+    if program and group.all_reduce(np.int32(seen.program != program), op="max"):
         order = [one._replace(rounds=1) for one in order]
     has_path, touched = group.all_reduce(np.asarray(seen.reach, np.int32), op="max")
     reached = {i for i, path in zip(seen.chosen, has_path) if path}
