@@ -1,6 +1,6 @@
 """Writes a program as one list of equations, and finds the cheap ones and those that talk to other replicas."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from fddp.jax_internals import (
@@ -72,6 +72,11 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
     return _collectives(closed.jaxpr)
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Var]:
+    """The variables among the inputs or outputs of equations; the others are literals."""
+    return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def cheap(eqn: JaxprEqn) -> bool:

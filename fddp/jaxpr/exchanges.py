@@ -23,7 +23,7 @@ from fddp.jax_internals import (
     make_program,
     run_as_it_is,
 )
-from fddp.jaxpr.equations import cheap, straighten
+from fddp.jaxpr.equations import cheap, straighten, variables
 from fddp.jaxpr.flow import arrival, flow
 
 
@@ -150,7 +150,7 @@ def _exchange(program: ClosedJaxpr, eqns: Sequence[JaxprEqn], when: Callable[[An
 
 
 def _operands(eqns: Sequence[JaxprEqn]) -> list[Var]:
-    return list(dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal)))
+    return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
 
 
 def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:

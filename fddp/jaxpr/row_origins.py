@@ -3,8 +3,7 @@
 What is computed behind a loop, of its rows and of what was there before it, can be computed inside of the loop.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fddp.jax_internals import (
@@ -18,8 +17,7 @@ from fddp.jax_internals import (
     permutes,
     scan_body,
 )
-from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.flow import flow
+from fddp.jaxpr.equations import straighten, variables
 from fddp.jaxpr.part_kinds import ELEMENTWISE, RESHAPES
 from fddp.jaxpr.rounds import Stack, form_of, with_slices
 
@@ -45,14 +43,8 @@ def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
 def places(closed: ClosedJaxpr) -> list[int]:
     """Finds the place, among a program's equations, of the last one that each of its outputs is made by; -1: none."""
     jaxpr = straighten(closed).jaxpr
-    numbers = count()
-
-    def made(eqn: JaxprEqn, given: list[int]) -> list[int]:
-        del given  # what it reads was made before it
-        return [next(numbers)] * len(eqn.outvars)
-
-    place = flow(jaxpr, [-1] * len(jaxpr.invars), made, lambda atom: -1)
-    return [place(atom) for atom in jaxpr.outvars]
+    place = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    return [-1 if isinstance(atom, Literal) else place.get(atom, -1) for atom in jaxpr.outvars]
 
 
 class Origin(NamedTuple):
@@ -157,7 +149,3 @@ def row_dims(atom: Any, length: int) -> tuple[int, ...]:
     """The dims of one of these parts."""
     first, *others = form_of(atom)[0]
     return first // length, *others
-
-
-def variables(atoms: Iterable[Any]) -> Iterator[Var]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))

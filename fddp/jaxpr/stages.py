@@ -23,7 +23,7 @@ from fddp.jax_internals import (
     jaxpr_as_fun,
     make_program,
 )
-from fddp.jaxpr.equations import cheap, collectives, straighten
+from fddp.jaxpr.equations import cheap, collectives, straighten, variables
 from fddp.jaxpr.flow import arrival, flow
 
 PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -213,14 +213,14 @@ def _members(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var,
     taken: set[int] = set()
     members: list[set[int]] = []
     for k, result in enumerate(results):
-        pending = [maker[v] for v in _variables(result) if v in maker]
+        pending = [maker[v] for v in variables(result) if v in maker]
         pending += acting if k == len(results) - 1 else []
         own: set[int] = set()
         while pending:
             at = pending.pop()
             if at not in taken and at not in own:
                 own.add(at)
-                pending += [maker[v] for v in _variables(jaxpr.eqns[at].invars) if v in maker]
+                pending += [maker[v] for v in variables(jaxpr.eqns[at].invars) if v in maker]
         taken |= own
         members.append(own)
     return members
@@ -232,7 +232,7 @@ def _remade(
     """Adds to a stage the equations of cheap values that it makes anew; gives all, and the values that it must read."""
     part = set(own)
     atoms = [*(atom for at in sorted(own) for atom in jaxpr.eqns[at].invars), *result]
-    wanted = {v: None for v in _variables(atoms) if maker.get(v) not in own}
+    wanted = {v: None for v in variables(atoms) if maker.get(v) not in own}
     at_hand = {*jaxpr.constvars, *jaxpr.invars}
     need: list[Var] = []
     while wanted:
@@ -240,7 +240,7 @@ def _remade(
         var = max(wanted, key=lambda v: maker.get(v, -1))
         del wanted[var]
         eqn = jaxpr.eqns[maker[var]] if var in maker else None
-        sources = _ordered(_variables(eqn.invars)) if eqn is not None else []
+        sources = _ordered(variables(eqn.invars)) if eqn is not None else []
         extra = sum(_nbytes(v) for v in sources if v not in wanted and v not in at_hand)
         if eqn is not None and cheap(eqn) and extra <= _nbytes(var):
             part.add(maker[var])
@@ -252,10 +252,6 @@ def _remade(
 
 def _nbytes(var: Var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _variables(atoms: Iterable[Any]) -> Iterable[Var]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def _ordered(items: Iterable[Var]) -> list[Var]:
