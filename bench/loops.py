@@ -38,16 +38,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
     args = parser.parse_args()
-    results = dict[str, Any]()
-    for name in args.problems:
-        for backend in args.backends:
+    for backend in args.backends:
+        results = dict[str, Any]()
+        for name in args.problems:
             seconds = take_turns(__file__, backend, name, rounds=3 if args.quick else args.rounds)
-            results[f"{name}, {backend}"] = told = compared(seconds, BASES[name])
+            results[name] = told = compared(seconds, BASES[name])
             for way, row in told.items():
                 beside = f", {row['ratio']['median']:.3f}" if "ratio" in row else ""
                 print(f"{name}, {backend}, {way:32} {row['median_ms']:7.1f} ms{beside}", flush=True)
-    if not args.quick:
-        print(save("loops", results))
+        if not args.quick:
+            print(save(f"loops_{backend.lower()}", results))
 
 
 def compared(seconds: dict[str, np.ndarray], bases: dict[str, str]) -> dict[str, Any]:
