@@ -29,6 +29,8 @@ from fddp.jaxpr.part_program import AtHome as AtHome
 from fddp.jaxpr.part_program import Ranks as Ranks
 from fddp.jaxpr.part_program import on_parts as on_parts
 from fddp.jaxpr.part_program import spread as spread
+from fddp.jaxpr.readings import in_readings as in_readings
+from fddp.jaxpr.readings import run_in_readings as run_in_readings
 from fddp.jaxpr.rounds import Stack as Stack
 from fddp.jaxpr.rounds import in_slices as in_slices
 from fddp.jaxpr.rounds import slices_made as slices_made

@@ -93,7 +93,7 @@ def _run(
             continue
         message = read[0]
         said = read[1] if len(read) > 1 else None
-        with jax.named_scope(scope(task)):
+        with jax.named_scope(scope(task.name)):
             # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
             # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
             # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
@@ -115,6 +115,6 @@ def _run(
     return *listed.leave(values), add_replica_dim(new[: len(memory)])
 
 
-def scope(task: Communicate) -> str:
+def scope(name: str) -> str:
     """The name of a message inside a compiled program."""
-    return task.name.replace(" ", "")
+    return name.replace(" ", "")

@@ -15,17 +15,19 @@ from fddp.comm import REPLICATED, Group
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Runner, Schedule
+from fddp.sharding.gathered_twice import gathered_twice
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import WHOLE, Copy, Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
 from fddp.wording import leaf_name
 
 
-def sharded(shared: Shared) -> Way:
+def sharded(shared: Shared, again: bool) -> Way:
     """Makes the way.
 
     Args:
       shared: what each replica holds a part of: the optimizer's state, or all of the state.
+      again: whether parameters are dropped behind the forward pass, and gathered again.
 
     Returns:
       The way.
@@ -35,11 +37,12 @@ def sharded(shared: Shared) -> Way:
         check=partial(_check, shared),
         hold=partial(_hold, shared),
         gathered=_gathered,
-        runner=partial(_runner, shared),
+        runner=partial(_runner, shared, again),
         apart=True,
         scattered=True,
         sums=False,
         table_rows=False,
+        slices=not again,
     )
 
 
@@ -98,9 +101,11 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
     return replicated._replace(params=group.placement.place(params, REPLICATED))
 
 
-def _runner(shared: Shared, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+def _runner(shared: Shared, again: bool, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
     if shared == "optimizer":
         pieces = gathered_last(replica, facts.plan, facts.use)
+    elif again:
+        pieces = gathered_twice(replica, facts.plan, facts.use)
     else:
         first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
         order = sorted(range(len(first)), key=first.__getitem__)

@@ -45,6 +45,12 @@ PAIRS = (
         "the border between two steps is crossed with all of the state, in shards or whole",
         "give shard='state', or no shard at all",
     ),
+    Pair(
+        "reshard_after_forward",
+        "schedule='eager'",
+        "it gathers all parameters before the step that reads them",
+        "give schedule='staged', or leave reshard_after_forward out",
+    ),
     # local steps
     Pair(LOCAL, "shard", "each replica trains alone with a whole state of its own", "leave shard out"),
     Pair(

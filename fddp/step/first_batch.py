@@ -45,7 +45,7 @@ class Seen(NamedTuple):
     collectives: tuple[str, ...]
     """The kinds of collectives that the loss holds."""
     spoken: Sequence[str]
-    """Lines on these, where they travel between stages."""
+    """Lines on these, where they travel between stages, and on the order in which parameters are gathered."""
     digest: bytes
     """The digest of this rank's first rows."""
     program: str
@@ -76,6 +76,10 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     cut = _in_slices(replica, program, chosen, parts) if parts and cuts(schedule) else program
     each = [parts.get(i, [Travelling(i)]) for i in range(len(jax.tree.leaves(state.params)))]
     travelling = [one for i in chosen for one in each[i]]
+    exchanges = described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else []
+    # The program says when a parameter is gathered.
+    again = replica.options.reshard_after_forward
+    gathers = [f"program, with reshard_after_forward, {_text_digest(program)}"] if again else []
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     return Seen(
         state=state,
@@ -87,7 +91,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         schedule=schedule,
         told=told,
         collectives=tuple(sorted(collectives(program))),
-        spoken=described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else [],
+        spoken=exchanges + gathers,
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
         program=_text_digest(program) if parts and schedule is fused and replica.group.processes > 1 else "",
     )

@@ -25,6 +25,10 @@ Ignore: TypeAlias = Callable[[str], bool]
 ORDERS = get_args(Order)
 SCHEDULES = get_args(ScheduleName)
 SHARED = get_args(Shared)
+SWITCHES = (
+    *("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite"),
+    *("reshard_after_forward", "donate"),
+)
 
 # How the docstring of a function that takes options ends its line about them.
 OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them."
@@ -70,6 +74,7 @@ class OptionArguments(TypedDict, total=False):
     check_replicas_every: int
     schedule: ScheduleName | Schedule
     shard: Shared | None
+    reshard_after_forward: bool
     virtual_replicas: int | None
     donate: bool
 
@@ -112,6 +117,9 @@ class Options:
         which are gathered in the order in which the forward pass uses them (stage 3, but that they stay until the
         backward pass ends); None: each holds and updates all. For an optimizer that works element by element, but for
         norms; `fddp.whole(state)` puts a state together.
+      reshard_after_forward (False): with shard='state', whether parameters are dropped behind the forward pass, and
+        gathered again for the backward pass, each time a bucket before they are read: so no more than two buckets are
+        whole at once, for half as many bytes again (FSDP's name).
       virtual_replicas (None): how many slices of the rows are computed by themselves and added in a fixed order, so
         that training gives the same bits on any number of replicas that divides it; None: as many as there are
         replicas, added in whatever order is the fastest.
@@ -139,6 +147,7 @@ class Options:
     check_replicas_every: int = 0
     schedule: ScheduleName | Schedule = "auto"
     shard: Shared | None = None
+    reshard_after_forward: bool = False
     virtual_replicas: int | None = None
     donate: bool = True
 
@@ -156,7 +165,7 @@ class Options:
         if self.ignore is not None and not callable(self.ignore):
             raise TypeError(f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}.")
         group_keys((), self.groups)
-        for name in ("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite", "donate"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.broadcast_buffers not in (True, False, "mean"):
@@ -167,6 +176,11 @@ class Options:
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"virtual_replicas must be a whole number of 1 or more, or None, got {count!r}.")
         refuse(self.asked)
+        if self.reshard_after_forward and self.shard != "state":
+            raise ValueError(
+                f"reshard_after_forward=True drops parameters that rest in shards, and got shard={self.shard!r}: give "
+                "shard='state', or leave it out."
+            )
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError("skip_all_reduce_unused_params=True needs find_unused_parameters=True as well.")
 

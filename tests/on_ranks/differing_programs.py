@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, same_on_all_ranks
+from on_ranks.claims import claim, error_of, same_on_all_ranks
 from trees import close
 
 import fddp
@@ -27,6 +27,21 @@ def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
         assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
         np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
         assert same_on_all_ranks(group, (state.params, info.loss)), schedule
+
+
+@claim()
+def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:
+        order = sorted(p, reverse=bool(group.rank))
+        for name in order:
+            x = jnp.tanh(x @ p[name])
+        return jnp.mean(x)
+
+    params = {name: np.eye(4, dtype=np.float32) for name in "abc"}
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group, shard="state", reshard_after_forward=True)
+    state = step.init(params)
+    error = error_of(lambda: step(state, np.ones((2, 4), np.float32)))
+    assert "program, with reshard_after_forward" in error, error
 
 
 @claim()

@@ -24,14 +24,18 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         updates, opt_state = optimizer.update(jax.grad(layer)(expected, batch), opt_state, expected)
         expected = optax.apply_updates(expected, updates)
     ways = (
-        ("fused", "optimizer", 1),
-        ("staged", "optimizer", 4),
-        ("staged", "state", 1),
-        ("fused", "state", 2),
-        ("eager", "state", 2),
+        ("fused", "optimizer", 1, False),
+        ("staged", "optimizer", 4, False),
+        ("staged", "state", 1, False),
+        ("fused", "state", 2, False),
+        ("eager", "state", 2, False),
+        ("fused", "state", 1, True),
+        ("staged", "state", 2, True),
+        ("after", "state", 1, True),
     )
-    for schedule, shard, micro_batches in ways:
+    for schedule, shard, micro_batches, again in ways:
         options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
+        options["reshard_after_forward"] = again
         step = fddp.train_step(layer, optimizer, group=group, **options)
         state = step.init(params)
         for _ in range(3):

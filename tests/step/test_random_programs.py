@@ -118,6 +118,8 @@ def programs(draw: Any) -> Drawn:
             },
         )
     )
+    if "shard" in options and options["schedule"] != "eager":
+        options["reshard_after_forward"] = draw(st.booleans())
     return Drawn(tuple(draw(st.permutations(parts))), draw(st.integers(1, 3)), options)
 
 

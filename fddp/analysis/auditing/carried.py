@@ -1,27 +1,27 @@
 """Finds the message that each collective of a compiled step carries, and the collectives that are the loss's own."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from fddp.comm import Placement
 from fddp.hlo import Collective
-from fddp.schedules import Communicate, scope
+from fddp.schedules import scope
 
 
-def carried(collectives: Sequence[Collective], sends: Sequence[Communicate]) -> tuple[str | None, ...]:
+def carried(collectives: Sequence[Collective], names: Iterable[str]) -> tuple[str | None, ...]:
     """Finds the message that each collective carries, by the name that it has inside the program.
 
     Args:
       collectives: those of the program.
-      sends: the tasks of the step that send.
+      names: of messages.
 
     Returns:
       For each collective the name of a message; None for one of the loss's own, and for several that XLA has merged,
       which keep the name of the first.
     """
-    scopes = {scope(task): task.name for task in sends}
+    scopes = {scope(name): name for name in names}
     if not scopes:
         return (None,) * len(collectives)
     named = re.compile(rf"\b({'|'.join(scopes)})\b")

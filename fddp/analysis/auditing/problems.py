@@ -52,7 +52,7 @@ def problems(audit: "Audit") -> Iterator[str]:
     left = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
     # A message that a loop sends in its rounds has the loop's place; its last round XLA may send behind the loop.
     looped = {audit.carries[k] for k in audit.sent if collectives[k].loops}
-    sent = [message for message in found if message not in left | looped]
+    sent = [message for message in found if message in audit.messages and message not in left | looped]
     if sent != sorted(sent, key=audit.messages.index):
         yield f"out of order: messages start in the order {_listed(sent)}; early ones wait for late ones."
     chosen = sorted({audit.label(k) for k in audit.sent if collectives[k].branches} - left)

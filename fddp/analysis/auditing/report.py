@@ -204,13 +204,16 @@ def read(
       The audit.
     """
     lines = next(module.schedules()).lines
+    messages = tuple(task.name for task in sends)
+    # Beside them a loss may hold gathers of buckets.
+    gathers = [f"gather {k}" for k in range(len(plan.buckets))]
     works = [(line, work(module, line, computation)) for line, computation in lines]
     return Audit(
         where=where,
         plan=plan,
         collectives=collectives,
-        messages=tuple(task.name for task in sends),
-        carries=carried(collectives, sends),
+        messages=messages,
+        carries=carried(collectives, [*messages, *gathers]),
         within=within,
         heavy=sum(len(found) for _, found in works),
         flops=sum(one.flops for _, found in works for one in found),

@@ -1,0 +1,98 @@
+"""A step in which no more than two buckets of parameters are whole at once.
+
+A bucket is gathered shortly before the forward pass reads it, dropped after that, and gathered again for the backward
+pass: half as many bytes again as an all-reduce, for the memory of all parameters. A gather stands in the gradients'
+program, as a collective of a loss does.
+
+Source: ZeRO (Rajbhandari et al., SC 2020), stage 3; `reshard_after_forward` of PyTorch's FSDP2.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fddp.buckets import BucketPlan, Messages, join, plan_of_parts, take_apart, unpack_rows, whole_forms
+from fddp.comm import drop_replica_dim
+from fddp.hooks import plain_bytes
+from fddp.jaxpr import in_readings, run_in_readings
+from fddp.schedules import Pieces, scope
+from fddp.sharding.micro_batches import Before, micro_batches
+from fddp.sharding.own_parts import Kept, Parts
+from fddp.sharding.parts_update import Update
+from fddp.step import Replica, TrainState
+
+
+def gathered_twice(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
+    """The pieces of a step whose parameters rest in parts, and are whole only where the loss reads them.
+
+    Args:
+      replica: what one replica does.
+      plan: the buckets, of whole leaves.
+      use: the update, as a step of whole state has it.
+
+    Returns:
+      The pieces.
+    """
+    parts = Parts(replica, plan, plan_of_parts(plan), use)
+    order = range(len(plan.buckets))
+
+    def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
+        return Before(None, pending)
+
+    def update(state: TrainState, shards: Any, messages: Messages, kept: Kept, sent: Any) -> tuple[Any, Any]:
+        new, info = parts.updated(join(state, shards), messages, kept)
+        equal, mine = take_apart(new)
+        of_gathers = drop_replica_dim(kept.nbytes) * np.uint32(replica.options.accumulation_steps)
+        return (equal, parts.sent(info, sent, of_gathers, order)), mine
+
+    return Pieces(tuple(micro_batches(parts, begin, partial(_gradients, parts))), update)
+
+
+def _gradients(parts: Parts, state: TrainState, shards: Any, before: Before, part: Any) -> tuple[Any, Any, Any, Any]:
+    """Those of a micro-batch, by parameters that come where they are read."""
+    held = join(state, shards).params
+    own = parts.own(held)
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole_forms(held))
+
+    def whole(params: Any, state: TrainState, pending: Any, part: Any) -> Any:
+        grads, pending, broken = parts.replica.gradients(state._replace(params=params), pending, part, 1)
+        return pending, (grads, broken)
+
+    with jax.sharding.use_abstract_mesh(parts.replica.group.placement.view):
+        given = state._replace(params=None), before.pending, part
+        closed, form = jax.make_jaxpr(whole, return_shape=True)(forms, *given)
+    of = {i: k for k, bucket in enumerate(parts.plan.buckets) for i in bucket.leaves}
+    program = in_readings(closed, of, range(len(jax.tree.leaves(form[0]))))
+    there = enumerate(zip(parts.plan.treedef.flatten_up_to(own), jax.tree.leaves(forms)))
+    # What has no elements does not travel.
+    stay = [None if i in of else x if x.size else jnp.zeros(form.shape, form.dtype) for i, (x, form) in there]
+    made = run_in_readings(program, [*stay, *jax.tree.leaves(given)], partial(_bring, parts, own))
+    pending, (grads, broken) = jax.tree.unflatten(jax.tree.structure(form), made)
+    groups = [reading.group for reading in program.readings]
+    return grads, pending, broken, jnp.asarray([groups.count(k) * n for k, n in enumerate(_bytes(parts))], jnp.uint32)
+
+
+def _bring(parts: Parts, own: Any, bucket: int, after: Mapping[Any, Any]) -> tuple[Mapping[int, Any], Any]:
+    """Gathers a bucket once some values are there; gives its leaves, and these values."""
+    replica = parts.replica
+    axis = replica.group.placement.axis_name
+    (message,) = parts.gathered(own, [bucket]).arrays
+    with jax.named_scope(scope(f"gather {bucket}")):
+        # The barrier keeps XLA from gathering at once, and from gathering once for both passes.
+        message, *held = jax.lax.optimization_barrier((message, *after.values()))
+        rows = message if axis is None else jax.lax.all_gather(message, axis, tiled=True)
+    one, of_parts = parts.only(bucket)
+    leaves = one.treedef.flatten_up_to(unpack_rows(of_parts, one, replica.group.size, (rows,)))
+    return {i: leaves[i] for i in one.buckets[0].leaves}, dict(zip(after, held))
+
+
+def _bytes(parts: Parts) -> list[int]:
+    """The bytes that a replica sends to gather each bucket."""
+    gathers = parts.gathers(range(len(parts.plan.buckets)))
+    comm = parts.replica.group.communicator
+    sizes = [(bucket.size, bucket.dtype) for bucket in parts.of_parts.buckets]
+    return [plain_bytes(comm, one, size, dtype) for one, (size, dtype) in zip(gathers, sizes)]

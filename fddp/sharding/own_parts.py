@@ -1,0 +1,153 @@
+"""One replica's parts of the leaves, and how they travel."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from fddp.buckets import (
+    BucketPlan,
+    Message,
+    Messages,
+    depth_of,
+    is_shard,
+    own_part,
+    pack,
+    pack_rows,
+    take_tail,
+    unpack,
+    unpack_rows,
+    whole_forms,
+)
+from fddp.comm import Communicator, as_uint32, count_bytes
+from fddp.hooks import Reduction, reductions
+from fddp.losses import added
+from fddp.schedules import by_bucket
+from fddp.sharding.parts_update import Update, run_on_parts
+from fddp.step import Replica, StepInfo, TrainState
+
+
+class Kept(NamedTuple):
+    """A replica's values when its last gradients have been sent."""
+
+    own: Any
+    """The buffers that it keeps."""
+    nbytes: Any
+    """Bytes that it has sent to make the gradients, for each bucket; () for none."""
+    broken: Any
+    """Marks its own gradients that were not all finite, where that is asked."""
+    sums: tuple[tuple[Array, ...], ...]
+    """Its parts of the sums that came back before."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One replica's parts of the leaves, and how they travel."""
+
+    replica: Replica
+    plan: BucketPlan
+    """The buckets, of whole leaves."""
+    of_parts: BucketPlan
+    """The same, of parts."""
+    update: Update
+
+    @property
+    def scatters(self) -> tuple[Reduction, ...]:
+        """The sums of gradients: each replica gets its parts, and all of loss and metrics."""
+        size = self.replica.group.size
+
+        def scatter(message: Message, one: Reduction) -> Reduction:
+            if message.bucket is None:
+                return one
+            apply = None if one.apply is None else partial(self._of_whole_leaves, message.bucket, one.apply)
+            return one._replace(collective="reduce_scatter", replicas=size, apply=apply)
+
+        return tuple(map(scatter, self.plan.messages, reductions(self.plan, self.replica.options.hook, None)))
+
+    def _of_whole_leaves(
+        self, bucket: int, apply: Callable[..., tuple[Array, Any]], comm: Communicator, message: Array, memory: Any
+    ) -> tuple[Array, Any]:
+        """This replica's part of what a hook makes of a bucket: a hook is given leaves, not parts of them."""
+        plan, of_parts = self.only(bucket)
+        (whole,) = pack(plan, unpack_rows(of_parts, plan, comm.size, (message,)))
+        total, memory = apply(comm, whole, memory)
+        (rows,) = pack_rows(of_parts, comm.size, unpack(plan, (total,)))
+        return own_part(rows, comm.size, comm.replica_index()), memory
+
+    def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
+        """The plans of one bucket: of whole leaves, and of parts."""
+        plan, of_parts = (replace(x, buckets=(x.buckets[bucket],)) for x in (self.plan, self.of_parts))
+        return plan, of_parts
+
+    def scatters_of(self, micro_batch: str) -> tuple[Reduction, ...]:
+        """The same of a micro-batch before the last one, which sends gradients alone."""
+        each = zip(self.plan.messages, self.scatters)
+        return tuple(
+            one._replace(name=f"{micro_batch} {one.name}") for message, one in each if message.bucket is not None
+        )
+
+    def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
+        """The gathers that bring buckets of parameters to all replicas, in this order."""
+        of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
+        return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather", apply=None) for k in order)
+
+    def gathered(self, params: Any, order: Sequence[int]) -> Messages:
+        """The messages of parameters, of which this replica has its own parts."""
+        travels = {i for bucket in self.plan.buckets for i in bucket.leaves}
+        leaves = [x if i in travels else None for i, x in enumerate(self.plan.treedef.flatten_up_to(params))]
+        buckets = pack(self.of_parts, self.plan.treedef.unflatten(leaves))
+        return Messages(tuple(buckets[k] for k in order), ((), None))
+
+    def whole(self, params: Any, messages: Messages, order: Sequence[int]) -> Any:
+        """The parameters that have come from all replicas, among those that stay."""
+        buckets = [array for _, array in sorted(zip(order, messages.arrays), key=lambda pair: pair[0])]
+        came = unpack_rows(self.of_parts, self.plan, self.replica.group.size, buckets)
+        # What has no elements does not travel.
+        empty = [
+            jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x for x, leaf in zip(_leaves(params), self.plan.leaves)
+        ]
+        leaves = zip(self.plan.treedef.flatten_up_to(came), empty)
+        return self.plan.treedef.unflatten([old if new is None else new for new, old in leaves])
+
+    def own(self, params: Any) -> Any:
+        """This replica's parts of what is trained, in place of shards and of whole leaves."""
+        size = self.replica.group.size
+        index = self.replica.group.communicator.replica_index()
+        chosen = set(self.replica.chosen(whole_forms(params)))
+        leaves = [
+            x.parts if is_shard(x) else own_part(x, size, index, depth_of(x.size, x.shape, size)) if i in chosen else x
+            for i, x in enumerate(_leaves(params))
+        ]
+        return self.plan.treedef.unflatten(leaves)
+
+    def updated(self, state: TrainState, messages: Messages, kept: Kept) -> tuple[TrainState, StepInfo]:
+        """The next state, in shards where this one is and else with this replica's parts of the parameters."""
+        mine = state._replace(params=self.own(state.params))
+        nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
+        came = partial(self._came, kept.sums)
+        mean = self.replica.mean(self.of_parts, came, mine, messages, (kept.own, kept.broken), nothing)
+        comm = self.replica.group.communicator
+        run = partial(run_on_parts, self.replica, self.update, state, mine, mean)
+        (new, info), sent = count_bytes(comm, run)
+        return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
+
+    def sent(self, info: StepInfo, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> StepInfo:
+        """Adds the bytes of each bucket, there and back; the last number counts scalars and the update's messages."""
+        before, last = jnp.split(of_scatters, [of_scatters.size - len(self.plan.messages)])
+        of_buckets = by_bucket(self.plan, last).at[np.array(order, int)].add(of_gathers)
+        of_earlier = before.reshape(-1, len(self.plan.buckets)).sum(0, dtype=jnp.uint32)
+        return info._replace(sent=of_buckets.at[: of_earlier.size].add(of_earlier) + info.sent)
+
+    def _came(self, sums: Sequence[Sequence[Array]], messages: Messages) -> tuple[list[Any], Any]:
+        buckets, tail = take_tail(self.of_parts, messages)
+        buckets = reduce(added, (*sums, tuple(buckets)))
+        return self.plan.treedef.flatten_up_to(unpack(self.of_parts, buckets)), tail
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_shard)
