@@ -12,9 +12,31 @@ import jax.numpy as jnp
 
 from fddp.buckets import Shard, copy_of, depth_of, is_shard, join, own_part, part_dims, take_apart, whole_forms
 from fddp.comm import Placement, described, device_parts, of_one_replica
+from fddp.optim import Optimizer, optimizer_laid_out
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 from fddp.step.way import Held
+
+
+def first_held(replica: Replica, optimizer: Optimizer, where: Any, params: Any, model_state: Any) -> tuple[Any, Any]:
+    """Makes what a replica holds of the first parameters, optimizer's state and buffers; inside a program.
+
+    Args:
+      replica: what one replica does.
+      optimizer: of the step.
+      where: a tree like those that are trained: where the parts of each lie, if a replica is several devices.
+      params: the parameters, whole.
+      model_state: the buffers.
+
+    Returns:
+      `Held`, taken apart: what all replicas have alike, and this replica's parts.
+    """
+    trained = replica.trained(params)
+    # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
+    opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+    held, opt_state, buffers = in_shards(replica, trained, opt_state, model_state)
+    axes = replica.group.placement.other_axes
+    return take_apart((held, optimizer_laid_out(axes, opt_state, trained, where), buffers))
 
 
 def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> Held:
