@@ -8,6 +8,7 @@ from fddp.jaxpr.by_output import Piece as Piece
 from fddp.jaxpr.by_output import each_alone as each_alone
 from fddp.jaxpr.by_output import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.by_output import pieces as pieces
+from fddp.jaxpr.by_output import run_seeds as run_seeds
 from fddp.jaxpr.by_output import seeded as seeded
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import text_digest as text_digest

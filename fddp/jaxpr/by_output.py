@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fddp.jax_internals import ClosedJaxpr, Jaxpr, JaxprEqn, Var, acts, make_program, without_dead_code
+from fddp.jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    acts,
+    along_first_dim,
+    make_program,
+    run_as_it_is,
+    without_dead_code,
+)
 from fddp.jaxpr.cost import operations
 from fddp.jaxpr.equations import straighten, variables
 from fddp.jaxpr.flow import flow
@@ -146,6 +157,32 @@ def seeded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         program, others, handed, jaxpr.outvars, {var: x for var, x in consts.items() if var not in seeds}
     )
     return without_dead_code(first)[0], rest
+
+
+def run_seeds(seeds: ClosedJaxpr) -> list[Any]:
+    """Makes the seeds, equation by equation, so that each kind of drawing is compiled once, and not once for each leaf.
+
+    Args:
+      seeds: from `seeded`.
+
+    Returns:
+      Its outputs.
+    """
+    values = dict[Any, Any](zip(seeds.jaxpr.constvars, seeds.consts))
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in seeds.jaxpr.eqns:
+        args = [value(atom) for atom in eqn.invars]
+        bounds = along_first_dim(eqn)
+        if bounds is None:
+            made = run_as_it_is(seeds, eqn, args)
+        else:  # one of many keys: by a number that is given all of them are taken by one program
+            begin, end = bounds
+            made = [jax.lax.dynamic_slice_in_dim(*args, begin, end - begin)]
+        values.update(zip(eqn.outvars, made))
+    return [value(atom) for atom in seeds.jaxpr.outvars]
 
 
 def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) -> bool:

@@ -8,7 +8,7 @@ optimizer has for it, and drops the leaf before it makes the next. Nothing is se
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from fddp.buckets import join
 from fddp.comm import REPLICATED, Placement, specs, trace
 from fddp.jax_internals import ClosedJaxpr, form_of_program, jaxpr_as_fun
-from fddp.jaxpr import Piece, each_alone, inputs_of_outputs, pieces, seeded, text_digest
+from fddp.jaxpr import Piece, each_alone, inputs_of_outputs, pieces, run_seeds, seeded, text_digest
 from fddp.optim import Optimizer
 from fddp.step.checks import check_arrays
 from fddp.step.held import first_held, with_held
@@ -62,14 +62,15 @@ def made_state(replica: Replica, optimizer: Optimizer, program: ClosedJaxpr, sta
     stay = {x for x in jax.tree.leaves(with_leaves(range(len(leaves)), join(*forms))) if isinstance(x, int)}
     to_make = [number for number, x in enumerate(leaves) if is_form(x)]
     held = dict[int, Any]()
+    # What is made of no leaf, an optimizer's zeros say, comes last: it fills the memory that leaves have left.
     waiting = _by_inputs(holding)
-    for some in chain([{}], _made(placement, program, run)):
+    for some in chain(_made(placement, program, run), [{}]):
         here |= {to_make[number]: x for number, x in some.items()}
+        ready = [bool(piece.reads or not some) and here.keys() >= set(piece.reads) for piece in waiting]
         some.clear()  # nobody else keeps them
-        ready = [piece for piece in waiting if here.keys() >= set(piece.reads)]
-        waiting = [piece for piece in waiting if not here.keys() >= set(piece.reads)]
-        for piece in ready:
+        for piece in compress(waiting, ready):
             held.update(zip(piece.makes, run(piece, here, [outputs[number] for number in piece.makes])))
+        waiting = [piece for piece, done in zip(waiting, ready) if not done]
         wanted = stay.union(*(piece.reads for piece in waiting))
         here = {number: x for number, x in here.items() if number in wanted}
     parts = jax.tree.unflatten(jax.tree.structure(forms), [held[number] for number in range(len(outputs))])
@@ -135,8 +136,7 @@ def is_form(x: Any) -> bool:
 def _made(placement: Placement, program: ClosedJaxpr, run: Run) -> Iterator[dict[int, Any]]:
     """The outputs of a program without inputs, by number: one after another, or all at once if that is much less work."""
     seeds, rest = seeded(program)
-    # Not one program: each kind of drawing is compiled once, and not once for each leaf.
-    drawn = dict(enumerate(placement.place(jaxpr_as_fun(seeds)(), REPLICATED)))
+    drawn = dict(enumerate(placement.place(run_seeds(seeds), REPLICATED)))
     for piece in each_alone(rest):
         yield dict(zip(piece.makes, run(piece, drawn, [REPLICATED] * len(piece.makes))))
 

@@ -191,7 +191,8 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
 def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
     """Facts that are alike for calls that need no other check."""
     own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
-    return tree, [x.shape for x in own], _form(batch)
+    who = [getattr(x, "sharding", None) for x in own[-1:]]  # a mesh; ranks are in the tree
+    return tree, [x.shape for x in own], who, _form(batch)
 
 
 def _form(batch: Any) -> Any:
