@@ -189,7 +189,13 @@ def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) 
     """Whether an equation makes small whole numbers of nothing else; notes them, and which of them are seeds."""
     inputs = set(variables(eqn.invars))
     outputs = set(eqn.outvars)
-    if acts(eqn) or eqn.primitive.name == DRAWN or not inputs <= small or not all(map(_is_small, outputs)) or outputs & returned:
+    if (
+        acts(eqn)
+        or eqn.primitive.name == DRAWN
+        or not inputs <= small
+        or not all(map(_is_small, outputs))
+        or outputs & returned
+    ):
         return False
     small |= outputs
     if inputs & seeds or any(map(_is_key, outputs)):

@@ -133,11 +133,11 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
       >>> net.module(state)(jnp.ones((8, 3))).shape
       (8, 1)
     """
-    make = None if isinstance(module, nnx.Module) else module
-    abstract = nnx.eval_shape(make) if make else module
-    graphdef, params, streams, buffers = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
-    if make:
-        streams = jax.jit(lambda: nnx.state(make(), nnx.RngState))()
+    whole_module = isinstance(module, nnx.Module)
+    make = (lambda: module) if whole_module else module
+    graphdef, params, streams, buffers = _split(module if whole_module else nnx.eval_shape(make))
+    if not whole_module:  # streams are small
+        streams = jax.jit(lambda: _split(make())[2])()
 
     def loss_fn(given: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         if rng is None and jax.tree.leaves(streams):

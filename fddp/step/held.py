@@ -154,8 +154,8 @@ def _check_group(group: Group, state: TrainState) -> None:
     own = _holders(Shard(group.placement.place(np.zeros(()), REPLICATED), (), ranks=group.shard_ranks))
     for held_by in {_holders(x) for x in shards} - {own, None}:
         raise ValueError(
-            f"the state is in shards that {held_by} hold, and the replicas of this step are {own}: go on with a step of "
-            "the group that holds it, or save it there and restore it here (fddp.Checkpoints)."
+            f"the state is in shards that {held_by} hold, and the replicas of this step are {own}: go on with a step "
+            "of the group that holds it, or save it there and restore it here (fddp.Checkpoints)."
         )
 
 

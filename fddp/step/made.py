@@ -1,8 +1,8 @@
 """A first state whose arrays are made by a function, for a model that no replica can hold.
 
-The function is traced for the form of what it makes, and compared on all ranks. Then it is run leaf by leaf: each replica
-makes a whole leaf, with the bits that the function alone would give it, keeps its part of the leaf and of what the
-optimizer has for it, and drops the leaf before it makes the next. Nothing is sent.
+The function is traced for the form of what it makes, and compared on all ranks. Then it is run leaf by leaf: each
+replica makes a whole leaf, with the bits that the function alone would give it, keeps its part of the leaf and of what
+the optimizer has for it, and drops the leaf before it makes the next. Nothing is sent.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ def is_form(x: Any) -> bool:
 
 
 def _made(placement: Placement, program: ClosedJaxpr, run: Run) -> Iterator[dict[int, Any]]:
-    """The outputs of a program without inputs, by number: one after another, or all at once if that is much less work."""
+    """The outputs of a program without inputs, by number: one by one, or all at once if that is much less work."""
     seeds, rest = seeded(program)
     drawn = dict(enumerate(placement.place(run_seeds(seeds), REPLICATED)))
     for piece in each_alone(rest):
@@ -142,7 +142,7 @@ def _made(placement: Placement, program: ClosedJaxpr, run: Run) -> Iterator[dict
 
 
 def _by_inputs(program: ClosedJaxpr) -> list[Piece]:
-    """The parts of a program, one for each set of inputs that outputs come from; an output that needs none has its own."""
+    """The parts of a program, one for each set of inputs that outputs come from, or for an output that needs none."""
     groups: dict[Any, list[int]] = {}
     for output, inputs in enumerate(inputs_of_outputs(program)):
         groups.setdefault(inputs or output, []).append(output)

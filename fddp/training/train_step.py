@@ -57,8 +57,8 @@ class TrainStep:
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
 
-        For a model that no replica can hold give a function in place of parameters. It is run leaf by leaf, alike on all
-        ranks, and each replica keeps its part of a leaf before the next is made.
+        For a model that no replica can hold give a function in place of parameters. It is run leaf by leaf, alike on
+        all ranks, and each replica keeps its part of a leaf before the next is made.
 
         Args:
           params: tree of arrays; those of float or complex dtype are trained, but for those to `ignore`. Or a function
