@@ -180,7 +180,7 @@ def run_seeds(seeds: ClosedJaxpr) -> list[Any]:
             made = run_as_it_is(seeds, eqn, args)
         else:  # one of many keys: by a number that is given all of them are taken by one program
             begin, end = bounds
-            made = [jax.lax.dynamic_slice_in_dim(*args, begin, end - begin)]
+            made = [jax.lax.dynamic_slice_in_dim(args[0], begin, end - begin)]
         values.update(zip(eqn.outvars, made))
     return [value(atom) for atom in seeds.jaxpr.outvars]
 
@@ -205,8 +205,8 @@ def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) 
 
 def _is_small(var: Var) -> bool:
     """Whether it is a few whole numbers or keys."""
-    shape, dtype = var.aval.shape, var.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    return math.prod(shape) <= MOST_SEEDS and (jnp.issubdtype(dtype, jnp.integer) or _is_key(var))
+    aval: Any = var.aval
+    return math.prod(aval.shape) <= MOST_SEEDS and (jnp.issubdtype(aval.dtype, jnp.integer) or _is_key(var))
 
 
 def _is_key(var: Var) -> bool:

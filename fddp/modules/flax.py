@@ -134,7 +134,7 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
       (8, 1)
     """
     whole_module = isinstance(module, nnx.Module)
-    make = (lambda: module) if whole_module else module
+    make: Any = (lambda: module) if whole_module else module
     graphdef, params, streams, buffers = _split(module if whole_module else nnx.eval_shape(make))
     if not whole_module:  # streams are small
         streams = jax.jit(lambda: _split(make())[2])()
@@ -159,11 +159,11 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
     def values(number: int) -> Any:
         return nnx.to_pure_dict(_split(make())[number])
 
-    of_params, of_buffers = (values(1), values(3)) if whole_module else (partial(values, 1), partial(values, 3))
-    return Nnx(loss_fn, of_params, of_buffers if buffers else None, back)
+    give = values if whole_module else partial(partial, values)
+    return Nnx(loss_fn, give(1), give(3) if buffers else None, back)
 
 
-def _split(module: nnx.Module) -> Any:
+def _split(module: Any) -> Any:
     """The module's graph, its parameters, its random streams and its buffers."""
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 
 from fddp.buckets import Shard, copy_of, depth_of, is_shard, join, own_part, part_dims, take_apart, whole_forms
 from fddp.comm import REPLICATED, Group, Placement, described, device_parts, of_one_replica
@@ -163,8 +163,8 @@ def _holders(shard: Shard) -> str | None:
     """Names those who hold the parts, in order; None: these are forms, or arrays of the host."""
     if shard.ranks is not None:
         return f"ranks {list(shard.ranks)} of the job"
-    sharding = getattr(shard.parts, "sharding", None)
-    return f"devices {[x.id for x in sharding.mesh.devices.flat]}" if isinstance(sharding, NamedSharding) else None
+    mesh = getattr(getattr(shard.parts, "sharding", None), "mesh", None)
+    return f"devices {[x.id for x in mesh.devices.flat]}" if isinstance(mesh, Mesh) else None
 
 
 def _check_pending(replica: Replica, state: TrainState) -> None:

@@ -187,7 +187,7 @@ def _check_arguments(name: str, make: Callable[..., Any]) -> None:
 
 
 def _as_given(name: str, made: Any) -> Any:
-    """What a function makes, as a step is given it: arrays in memory of their own, of dtypes that are for sure."""
+    """Makes of a function's result what a step is given: arrays in memory of their own, of dtypes that are for sure."""
     if name == "params":
         check_arrays(made)
 

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def of_all_leaves() -> optax.GradientTransformation:
     """Keeps the norm of the first parameters."""
     return optax.GradientTransformation(
-        lambda params: optax.tree.norm(params), lambda grads, state, params: (grads, state)
+        lambda params: optax.tree.norm(params), lambda updates, state, params=None: (updates, state)
     )
 
 
