@@ -1,7 +1,6 @@
 """The best bucket cap: regroupings by hand, and tunings of small networks."""
 
 from dataclasses import replace
-
 from typing import Any
 
 import jax.numpy as jnp
