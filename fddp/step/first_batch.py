@@ -88,7 +88,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     exchanges = described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else []
     # The program says when a parameter is gathered.
     again = replica.options.reshard_after_forward
-    gathers = [f"program, with reshard_after_forward, {_text_digest(program)}"] if again else []
+    gathers = [f"program, with reshard_after_forward, {text_digest(program)}"] if again else []
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     return Seen(
         state=state,
