@@ -36,7 +36,8 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
         is called with `model_state=` too; random keys it is not given. It is compiled once for each form of a batch:
         give the same function each time. A loss will do.
       state: a `TrainState`, of any step; or whatever is to stand in the place of its parameters: parameters that you
-        keep yourself, a Flax module (`net.module(state)` of `from_nnx`). It is left as it is.
+        keep yourself, a Flax module (`net.module(state)` of `from_nnx`). It is left as it is. Parameters and buffers
+        in shards are put together for as long as this takes: a metric computes with whole ones.
       batches: this process's batches; each a tree of arrays with equal first dims. If the rows of one can be dealt out
         among this process's devices they are. Any other tree is taken as it is and counts as one row, and so does each
         of `fddp.Stacked` ones.

@@ -18,6 +18,7 @@ from jax._src.core import Literal as Literal
 from jax._src.core import Var as Var
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Item = TypeVar("Item")
@@ -54,6 +55,20 @@ def make_program(
     names = like.jaxpr.debug_info.with_unknown_names()
     jaxpr = Jaxpr(list(consts), list(inputs), list(outputs), list(eqns), effects, names)
     return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+def without_dead_code(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[int, ...]]:
+    """Leaves out of a program, and of the loops in it, what no output needs. Relies on `dce_jaxpr_consts`.
+
+    Args:
+      closed: the program.
+
+    Returns:
+      The program, without the inputs that it does not need; and the numbers of those that it does.
+    """
+    jaxpr, consts, inputs = dce_jaxpr_consts(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    left = [x for x, used in zip(closed.consts, consts) if used]
+    return ClosedJaxpr(jaxpr, left), tuple(number for number, used in enumerate(inputs) if used)
 
 
 def new_variable(like: Var) -> Var:

@@ -4,7 +4,14 @@ This room reads three things off the equations: the order in which gradients bec
 program is cut, and the parameters that it uses. This room imports no other.
 """
 
+from fddp.jaxpr.by_output import Piece as Piece
+from fddp.jaxpr.by_output import each_alone as each_alone
+from fddp.jaxpr.by_output import inputs_of_outputs as inputs_of_outputs
+from fddp.jaxpr.by_output import pieces as pieces
+from fddp.jaxpr.by_output import run_seeds as run_seeds
+from fddp.jaxpr.by_output import seeded as seeded
 from fddp.jaxpr.equations import collectives as collectives
+from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.in_rounds import in_rounds as in_rounds

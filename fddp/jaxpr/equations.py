@@ -1,5 +1,7 @@
 """Writes a program as one list of equations, and finds the cheap ones and those that talk to other replicas."""
 
+import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -72,6 +74,11 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
     return _collectives(closed.jaxpr)
+
+
+def text_digest(closed: ClosedJaxpr) -> str:
+    """A hash of a program's equations, without the addresses of functions in this process."""
+    return hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(closed.jaxpr)).encode()).hexdigest()
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Var]:

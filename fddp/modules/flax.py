@@ -2,18 +2,21 @@
 
 In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone. The
 loss that is made of it takes parameters, buffers and random keys as arguments, the form that `train_step` wants. The
-way back is `module(state)`: a model again, in memory that no later step reuses. If the state is in shards, every rank
-calls it.
+way back is `module(state)`: a model again, in memory that no later step reuses. A model computes with whole parameters:
+if the state is in shards, every rank calls it, and each holds a whole model then. For a model that no process can hold
+there are functions that make parameters and buffers, for `step.init` to run leaf by leaf.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fddp.buckets import is_shard
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted
 from fddp.sharding import whole
@@ -32,6 +35,27 @@ class Linen(NamedTuple):
     """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it, or read its
     `.variables`. If the state is in shards, every rank calls it."""
 
+    def functions(self, rng: Any, batch: Any) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+        """Functions that make what `init` returns, for `step.init`, which never has a whole model where it is sharded.
+
+        Args:
+          rng: as for `init`; the same on all ranks.
+          batch: likewise; arrays of these forms will do, unless the module looks at their values to make parameters.
+
+        Returns:
+          `(params, model_state)`, two functions without arguments; the second is None for modules without buffers.
+
+        Example:
+          >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
+          >>> linen = fddp.from_linen(nn.Dense(4), lambda model, batch: jnp.mean(model(batch) ** 2))
+          >>> params, model_state = linen.functions(jax.random.key(0), jnp.ones((8, 3)))
+          >>> step = fddp.train_step(linen.loss_fn, optax.adam(0.1), shard="state")
+          >>> step.init(params, model_state=model_state).params["kernel"]
+          Shard of float32[3, 4]
+        """
+        _, buffers = jax.eval_shape(self.init, rng, batch)
+        return lambda: self.init(rng, batch)[0], None if buffers is None else lambda: self.init(rng, batch)[1]
+
 
 class Nnx(NamedTuple):
     """An nnx module's loss, parameters and buffers."""
@@ -39,9 +63,9 @@ class Nnx(NamedTuple):
     loss_fn: Callable[..., Any]
     """The loss for `train_step`; takes `model_state=` where there is one, `rng=` where the module draws numbers."""
     params: Any
-    """A plain tree of the module's `nnx.Param`s."""
+    """A plain tree of the module's `nnx.Param`s, or a function that makes it; for `step.init`."""
     model_state: Any
-    """None for modules without buffers."""
+    """Likewise; None for modules without buffers."""
     module: Callable[[Any], nnx.Module]
     """`module(state)`: a module of its own with a copy of the state's parameters and buffers, and random streams as
     `from_nnx` found them; to evaluate, or to save. If the state is in shards, every rank calls it."""
@@ -88,11 +112,12 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
     return Linen(loss_fn, init, back)
 
 
-def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
+def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx:
     """Makes a pure loss of an nnx module.
 
     Args:
-      module: the module, with its values.
+      module: the module, with its values. Or a function that makes it, `lambda: Network(nnx.Rngs(0))`, for a model that
+        no process can hold: it is traced, as by `nnx.eval_shape`, and `params` and `model_state` are functions then.
       loss: `loss(model, batch)` → loss or (loss, aux), as for `nnx.value_and_grad`.
 
     Returns:
@@ -108,24 +133,39 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
       >>> net.module(state)(jnp.ones((8, 3))).shape
       (8, 1)
     """
-    graphdef, params, streams, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    model_state = nnx.to_pure_dict(buffers) or None
+    whole_module = isinstance(module, nnx.Module)
+    make: Any = (lambda: module) if whole_module else module
+    graphdef, params, streams, buffers = _split(module if whole_module else nnx.eval_shape(make))
+    if not whole_module:  # streams are small
+        streams = jax.jit(lambda: _split(make())[2])()
 
     def loss_fn(given: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         if rng is None and jax.tree.leaves(streams):
             raise ValueError("the module draws random numbers (dropout, say): give step.init(params, rng=key).")
+        if model_state is None and buffers and not whole_module:
+            raise ValueError("the module has buffers: give step.init(net.params, model_state=net.model_state).")
         model = nnx.merge(graphdef, _filled(params, given), _reseeded(streams, rng), _filled(buffers, model_state))
         value = loss(model, batch)
         if model_state is None:
             return value
-        *_, buffers_now = nnx.split(model, nnx.Param, nnx.RngState, ...)
-        return _with_state(value, nnx.to_pure_dict(cast(nnx.State, buffers_now)))
+        *_, buffers_now = _split(model)
+        return _with_state(value, nnx.to_pure_dict(buffers_now))
 
     def back(state: Any) -> nnx.Module:
         given, buffers_now = _copied((state.params, state.model_state))
-        return nnx.merge(graphdef, _filled(params, given), _copied(streams), _filled(_copied(buffers), buffers_now))
+        first = _copied(buffers) if buffers_now is None else buffers
+        return nnx.merge(graphdef, _filled(params, given), _copied(streams), _filled(first, buffers_now))
 
-    return Nnx(loss_fn, nnx.to_pure_dict(params), model_state, back)
+    def values(number: int) -> Any:
+        return nnx.to_pure_dict(_split(make())[number])
+
+    give = values if whole_module else partial(partial, values)
+    return Nnx(loss_fn, give(1), give(3) if buffers else None, back)
+
+
+def _split(module: Any) -> Any:
+    """The module's graph, its parameters, its random streams and its buffers."""
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _with_state(value: Any, model_state: Any) -> Any:
@@ -138,13 +178,16 @@ def _with_state(value: Any, model_state: Any) -> Any:
 def _copied(tree: Any) -> Any:
     """Copies values: onto one device where this process has the whole of each, else to where they lie.
 
-    Shards are put together, and the mean is taken of copies that replicas have for themselves (`fddp.whole`).
+    Shards are put together, and the mean is taken of copies that replicas have for themselves (`fddp.whole`). These are
+    nobody else's arrays, and are not copied again.
     """
     refuse_deleted(tree)
-    tree = jax.tree.map(jnp.asarray, whole(tree))
-    if all(x.is_fully_replicated for x in jax.tree.leaves(tree)):
-        tree = jax.tree.map(lambda x: x.addressable_data(0), tree)
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(tree)
+    own = [is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, whole(tree)))
+    if all(x.is_fully_replicated for x in leaves):
+        leaves = [x.addressable_data(0) for x in leaves]
+    copies = iter(jax.jit(partial(jax.tree.map, jnp.copy))([x for x, mine in zip(leaves, own) if not mine]))
+    return treedef.unflatten([x if mine else next(copies) for x, mine in zip(leaves, own)])
 
 
 def _filled(state: Any, values: Any) -> Any:

@@ -84,8 +84,9 @@ def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     if ranks is not None:
         group = _of_ranks(ranks) if group is None else group
         _check(ranks == group.shard_ranks, f"ranks {list(ranks)} of the job hold", group)
-        rows = [jnp.asarray(group.all_gather(np.asarray(x))) for x in parts]
-        return group.placement.place(_joined(rows, forms), REPLICATED)
+        # One after another: the rows of a leaf are gone before those of the next come.
+        each = (_joined([jnp.asarray(group.all_gather(np.asarray(x)))], [form]) for x, form in zip(parts, forms))
+        return [group.placement.place(x, REPLICATED) for (x,) in each]
     known = [x.sharding for x in parts if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)]
     if group is not None or len(known) < len(parts):
         group = group_of("whole", group)

@@ -30,11 +30,10 @@ from fddp.step.run import synchronize as synchronize
 from fddp.step.run import tasks as tasks
 from fddp.step.settle import Settled as Settled
 from fddp.step.settle import Use as Use
-from fddp.step.start import check_start as check_start
 from fddp.step.start import described_start as described_start
-from fddp.step.start import equal_start as equal_start
 from fddp.step.start import first_form as first_form
 from fddp.step.start import first_state as first_state
+from fddp.step.start import read_start as read_start
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import TrainState as TrainState

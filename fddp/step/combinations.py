@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 AXES = "a replica of several devices"
+FUNCTION = "a function in place of parameters"
 LOCAL = "fddp.local_steps"
 LOOKAHEAD = "optax.lookahead"
 MEMORY = "a hook with a memory"
@@ -50,6 +51,13 @@ PAIRS = (
         "schedule='eager'",
         "it gathers all parameters before the step that reads them",
         "give schedule='staged', or leave reshard_after_forward out",
+    ),
+    # parameters that a function makes
+    Pair(
+        FUNCTION,
+        AXES,
+        "it does not say where the parts of each array are to lie",
+        "give arrays that are made there, `jax.jit(make, out_shardings=...)()`",
     ),
     # local steps
     Pair(LOCAL, "shard", "each replica trains alone with a whole state of its own", "leave shard out"),

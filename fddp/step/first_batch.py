@@ -1,6 +1,5 @@
 """Reads one rank's first batch: the gradients' program, the order of readiness in it, and what may be unused."""
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -12,7 +11,17 @@ import numpy as np
 from fddp.buckets import Slice, Travelling
 from fddp.comm import described, trace
 from fddp.jax_internals import ClosedJaxpr, without_jit
-from fddp.jaxpr import collectives, first_uses, in_slices, made_row_by_row, places, ready_order, stacks, touched_rows
+from fddp.jaxpr import (
+    collectives,
+    first_uses,
+    in_slices,
+    made_row_by_row,
+    places,
+    ready_order,
+    stacks,
+    text_digest,
+    touched_rows,
+)
 from fddp.losses import unjoined
 from fddp.schedules import Schedule, after, described_exchanges, eager, fused, shorter_loops, staged
 from fddp.step.checks import check_batch
@@ -79,7 +88,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     exchanges = described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else []
     # The program says when a parameter is gathered.
     again = replica.options.reshard_after_forward
-    gathers = [f"program, with reshard_after_forward, {_text_digest(program)}"] if again else []
+    gathers = [f"program, with reshard_after_forward, {text_digest(program)}"] if again else []
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     return Seen(
         state=state,
@@ -93,7 +102,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         collectives=tuple(sorted(collectives(program))),
         spoken=exchanges + gathers,
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
-        program=_text_digest(program) if parts and schedule is fused and replica.group.processes > 1 else "",
+        program=text_digest(program) if parts and schedule is fused and replica.group.processes > 1 else "",
     )
 
 
@@ -180,11 +189,6 @@ def _parts(replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedu
     return (
         replica.rounds(params, loops, dict(zip(chosen, places(program)))) if together else replica.slices(params, loops)
     )
-
-
-def _text_digest(program: ClosedJaxpr) -> str:
-    """A hash of a program's equations, without the addresses of functions in this process."""
-    return hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(program.jaxpr)).encode()).hexdigest()
 
 
 def _in_slices(

@@ -9,12 +9,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from fddp.buckets import Shard, copy_of, depth_of, is_shard, join, own_part, part_dims, take_apart, whole_forms
-from fddp.comm import Placement, described, device_parts, of_one_replica
+from fddp.comm import REPLICATED, Group, Placement, described, device_parts, of_one_replica
+from fddp.optim import Optimizer, optimizer_laid_out
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
 from fddp.step.way import Held
+
+
+def first_held(replica: Replica, optimizer: Optimizer, where: Any, params: Any, model_state: Any) -> tuple[Any, Any]:
+    """Makes what a replica holds of the first parameters, optimizer's state and buffers; inside a program.
+
+    Args:
+      replica: what one replica does.
+      optimizer: of the step.
+      where: a tree like those that are trained: where the parts of each lie, if a replica is several devices.
+      params: the parameters, whole.
+      model_state: the buffers.
+
+    Returns:
+      `Held`, taken apart: what all replicas have alike, and this replica's parts.
+    """
+    trained = replica.trained(params)
+    # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
+    opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+    held, opt_state, buffers = in_shards(replica, trained, opt_state, model_state)
+    axes = replica.group.placement.other_axes
+    return take_apart((held, optimizer_laid_out(axes, opt_state, trained, where), buffers))
 
 
 def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> Held:
@@ -102,7 +126,7 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
       The state as gradients go by it, with forms of whole arrays in place of shards.
 
     Raises:
-      ValueError: it is whole and ought to be in shards, or the other way round, or in shards of other replicas.
+      ValueError: it is whole and ought to be in shards, or the other way round, or other replicas hold the shards.
     """
     seen = whole_forms(replica.way.seen(replica, state))
     got = _kinds(state)
@@ -118,9 +142,29 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
             "go on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for "
             "looking at it."
         )
+    _check_group(replica.group, state)
     _check_pending(replica, state)
     _check_memory(replica, seen)
     return seen
+
+
+def _check_group(group: Group, state: TrainState) -> None:
+    """Says that other replicas hold the shards of a state, as many as this group has."""
+    shards = [x for x in jax.tree.leaves(state, is_leaf=is_shard) if is_shard(x)]
+    own = _holders(Shard(group.placement.place(np.zeros(()), REPLICATED), (), ranks=group.shard_ranks))
+    for held_by in {_holders(x) for x in shards} - {own, None}:
+        raise ValueError(
+            f"the state is in shards that {held_by} hold, and the replicas of this step are {own}: go on with a step "
+            "of the group that holds it, or save it there and restore it here (fddp.Checkpoints)."
+        )
+
+
+def _holders(shard: Shard) -> str | None:
+    """Names those who hold the parts, in order; None: these are forms, or arrays of the host."""
+    if shard.ranks is not None:
+        return f"ranks {list(shard.ranks)} of the job"
+    mesh = getattr(getattr(shard.parts, "sharding", None), "mesh", None)
+    return f"devices {[x.id for x in mesh.devices.flat]}" if isinstance(mesh, Mesh) else None
 
 
 def _check_pending(replica: Replica, state: TrainState) -> None:

@@ -53,7 +53,8 @@ class Settled(NamedTuple):
     held: TrainState
     """The form of what one replica holds of the state, with what is pending once something was."""
     fits: tuple[Any, ...] = ()
-    """The forms of state and batch that were checked last: two, for one of no_sync and one of a step come in turns."""
+    """The forms of state and batch that were checked last: four, as calls of no_sync and steps may come in turns, with
+    arrays and with promises."""
     undivided: bool = False
     """Whether batches are taken as they are."""
     compared: bool = False
@@ -179,7 +180,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     held = settled.held
     if held.accumulated is None and state.accumulated is not None:
         held = held_form(replica.group.placement, state)
-    settled = settled._replace(fits=(fits, *settled.fits)[:2], held=held)
+    settled = settled._replace(fits=(fits, *settled.fits)[:4], held=held)
     form = _form(batch)
     if not settled.left_out or form in settled.forms:
         return settled
@@ -191,7 +192,8 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
 def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
     """Facts that are alike for calls that need no other check."""
     own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
-    return tree, [x.shape for x in own], _form(batch)
+    who = [getattr(x, "sharding", None) for x in own[-1:]]  # a mesh; ranks are in the tree
+    return tree, [x.shape for x in own], who, _form(batch)
 
 
 def _form(batch: Any) -> Any:

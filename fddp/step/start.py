@@ -1,28 +1,44 @@
-"""Replicas start equal: filled with rank 0's values.
+"""Replicas start equal: filled with rank 0's values, or made by one function on all of them.
 
 Source: `_sync_module_states` in PyTorch's `distributed.py`.
 """
 
 import platform
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fddp.buckets import join, take_apart
+from fddp.buckets import join
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
+from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import merge, split
-from fddp.optim import Optimizer, check_needs, optimizer_laid_out
+from fddp.optim import Optimizer, check_needs
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.combinations import LOOKAHEAD, MEMORY, refuse
-from fddp.step.held import form_in_shards, in_shards, with_held
+from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, refuse
+from fddp.step.held import first_held, form_in_shards, with_held
+from fddp.step.made import described_program, is_form, made_state, read_functions
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
-from fddp.step.way import Held
+
+
+class Start(NamedTuple):
+    """The values that a step begins with, as one rank was given them."""
+
+    params: Any
+    """Arrays; or forms of those that a function makes."""
+    model_state: Any
+    """Likewise."""
+    rng: Any
+    program: ClosedJaxpr | None
+    """Makes the arrays in place of which there are forms; None: all are there."""
+    remark: str
+    """A word for the user, or ""."""
 
 
 def equal_start(group: Group, tree: Any) -> Any:
@@ -43,51 +59,66 @@ def equal_start(group: Group, tree: Any) -> Any:
     return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
 
 
-def first_state(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> TrainState:
-    """The state that a step begins with, on the group's devices.
+def read_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Start:
+    """Reads what a step is to begin with, on one rank; nothing is computed.
 
     Args:
       replica: what one replica does.
       optimizer: of the step.
-      params: whole, equal on all replicas.
-      model_state: likewise.
-      rng: likewise.
+      params: a tree of arrays, or a function that makes one.
+      model_state: likewise, or None.
+      rng: a tree of random keys, or None.
+
+    Returns:
+      The start.
+
+    Raises:
+      ValueError: a step cannot begin with it.
+      TypeError: something is no array, or a function cannot be traced.
+    """
+    params, model_state, program = read_functions(params, model_state)
+    remark = _check_start(replica, optimizer, params, program is not None)
+    return Start(params, model_state, rng, program, remark)
+
+
+def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainState:
+    """The state that a step begins with, on the group's devices; every rank calls it.
+
+    Args:
+      replica: what one replica does.
+      optimizer: of the step.
+      start: of one form on all ranks.
 
     Returns:
       The state; each replica has made its own parts of it.
     """
-    placement = replica.group.placement
-    hook_state = placement.program(replica.remembered, (REPLICATED,), placement.per_replica)(params)
+    group = replica.group
+    placement = group.placement
+    leaves, tree = jax.tree.flatten((start.params, start.model_state))
+    given = [i for i, x in enumerate(leaves) if not is_form(x)]
+    there, to_make = split(given, leaves)
+    there, rng = equal_start(group, (there, start.rng))
+    params, model_state = tree.unflatten(merge(given, there, to_make))
+    hook_state = placement.program(partial(replica.remembered, start.params), (), placement.per_replica)()
     number = placement.place(np.zeros((), np.int32), REPLICATED)
     state = TrainState(number, params, None, model_state, hook_state, None, rng)
-    return with_held(state, _first_held(replica, optimizer, params, model_state))
+    if start.program is not None:
+        return made_state(replica, optimizer, start.program, state)
+    make = partial(first_held, replica, optimizer, specs(placement, replica.trained(params)))
+    program = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))
+    return with_held(state, join(*program(params, model_state)))
 
 
 def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> TrainState:
-    """The form of what `first_state` makes, of arrays or their forms; nothing is computed."""
+    """The form of what `first_state` makes, of arrays, their forms, or functions; nothing is computed."""
 
     def first(params: Any, model_state: Any, rng: Any) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
+    params, model_state, _ = read_functions(params, model_state)
     state = jax.eval_shape(first, params, model_state, rng)
     opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
     return form_in_shards(replica, state._replace(opt_state=opt_state, hook_state=replica.memory_form(params)))
-
-
-def _first_held(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any) -> Held:
-    """The first parameters, optimizer's state and buffers, as replicas hold them."""
-    placement = replica.group.placement
-    trained = replica.trained(params)
-    where = specs(placement, trained)
-
-    def make(trained: Any, model_state: Any) -> Any:
-        # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
-        opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-        held, opt_state, buffers = in_shards(replica, trained, opt_state, model_state)
-        return take_apart((held, optimizer_laid_out(placement.other_axes, opt_state, trained, where), buffers))
-
-    made = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))(trained, model_state)
-    return join(*made)
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:
@@ -106,7 +137,7 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
     return program(group.placement.place(tree, REPLICATED))
 
 
-def check_start(replica: Replica, optimizer: Optimizer, params: Any) -> str:
+def _check_start(replica: Replica, optimizer: Optimizer, params: Any, made: bool) -> str:
     """Refuses what a step cannot begin with; returns a remark for the user, or ""."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
@@ -114,14 +145,16 @@ def check_start(replica: Replica, optimizer: Optimizer, params: Any) -> str:
     remembers = jax.tree.leaves(replica.memory_form(params))
     others = {
         MEMORY: f"{replica.options.hook}, which remembers things from step to step" if remembers else "",
+        FUNCTION: "a function in place of parameters" if made else "",
         LOOKAHEAD: LOOKAHEAD if isinstance(params, optax.LookaheadParams) else "",
     }
     refuse(replica.asked | {name: shown for name, shown in others.items() if shown})
     return replica.way.check(replica, optimizer, params)
 
 
-def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Iterable[str]:
+def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Iterable[str]:
     """Describes, line by line, all that must be equal on all ranks before anything is sent."""
+    params = start.params
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
     return [
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
@@ -134,6 +167,7 @@ def described_start(replica: Replica, optimizer: Optimizer, params: Any, model_s
         *described("parameter", params),
         *described("parts of", specs(replica.group.placement, params)),
         *described("optimizer", opt_state),
-        *described("model_state", model_state),
-        *described("rng", rng),
+        *described("model_state", start.model_state),
+        *described("rng", start.rng),
+        *([] if start.program is None else described_program(start.program)),
     ]

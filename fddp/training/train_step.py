@@ -26,14 +26,13 @@ from fddp.step import (
     Use,
     accumulate,
     check_no_sync,
-    check_start,
     compare,
     described_start,
-    equal_start,
     first_form,
     first_state,
     held_form,
     lower,
+    read_start,
     ready,
     synchronize,
     tasks,
@@ -58,9 +57,14 @@ class TrainStep:
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the first state: compared in form on all ranks, then filled with rank 0's values.
 
+        For a model that no replica can hold give a function in place of parameters. It is run leaf by leaf, alike on
+        all ranks, and each replica keeps its part of a leaf before the next is made.
+
         Args:
-          params: tree of arrays; those of float or complex dtype are trained, but for those to `ignore`.
-          model_state: buffers that the loss takes and returns, or None.
+          params: tree of arrays; those of float or complex dtype are trained, but for those to `ignore`. Or a function
+            without arguments that returns one, `lambda: init(key)`: it is traced, as by `jax.jit`, and gives the bits
+            that `jax.jit` of it gives. A module that is a pytree of arrays is no function, even if it can be called.
+          model_state: buffers that the loss takes and returns, or a function that makes them, or None.
           rng: random key for the loss (`jax.random.key(0)`), or a tree of them, or None; each replica draws its own
             numbers, from a `fddp.Shared` key all the same.
 
@@ -69,20 +73,26 @@ class TrainStep:
 
         Raises:
           ValueError: there is nothing to train, or the ranks differ in parameters, options or versions; on every rank.
+          TypeError: a function wants arguments, returns something else than arrays, or cannot be traced; on every rank.
+
+        Example:
+          >>> import fddp, jax, jax.numpy as jnp, optax
+          >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.adam(0.1), shard="state")
+          >>> step.init(lambda: jax.random.normal(jax.random.key(0), (4, 3))).params
+          Shard of float32[4, 3]
         """
         replica = self._replica
-        start = replica, self._optimizer, params
-        remark = verify(
+        given = replica, self._optimizer
+        start = verify(
             self.group,
             "parameters, options or versions",
-            lambda: check_start(*start),
-            lambda remark: described_start(*start, model_state, rng),
+            lambda: read_start(*given, params, model_state, rng),
+            lambda start: described_start(*given, start),
         )
-        params, model_state, rng = equal_start(self.group, (params, model_state, rng))
-        state = first_state(replica, self._optimizer, params, model_state, rng)
-        self._expect(replica.provisional_plan(params), held_form(self.group.placement, state))
-        if remark:
-            self.group.print(f"fddp: {remark}", file=sys.stderr)
+        state = first_state(*given, start)
+        self._expect(replica.provisional_plan(start.params), held_form(self.group.placement, state))
+        if start.remark:
+            self.group.print(f"fddp: {start.remark}", file=sys.stderr)
         return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -119,7 +129,7 @@ class TrainStep:
         """The form of the state that `init` makes, to compile for or to restore a checkpoint into; nothing is computed.
 
         Args:
-          params: as for `init`; `jax.ShapeDtypeStruct`s will do.
+          params: as for `init`, also a function; `jax.ShapeDtypeStruct`s will do.
           model_state: likewise.
           rng: likewise.
 

@@ -1,6 +1,7 @@
 """The best bucket cap: regroupings by hand, and tunings of small networks."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +126,16 @@ def test_a_tuning_keeps_the_groups_that_it_is_given(group):
     options = {"group": group(1), "steps": 1, "groups": lambda path: "both"}
     tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), **options)
     assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [(0, 1)]
+
+
+@pytest.mark.steps
+def test_a_tuning_takes_a_function_that_makes_the_parameters(group):
+    def make() -> dict[str, Any]:
+        return {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}
+
+    options = {"group": group(1), "steps": 1, "caps_mb": [0.25], "schedule": "staged"}
+    tuning = fddp.tune(two_layers, optax.sgd(0.1), make, np.ones((2, 4), np.float32), **options)
+    assert [len(one.nbytes) for one in tuning.candidates] == [1]
 
 
 def test_what_only_a_fused_step_can_run_is_refused(group):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from trees import same_arrays, same_bits
 
 import fddp
 from models.tensor_parallel import two_axes
@@ -193,3 +194,56 @@ def test_a_used_up_state_has_no_module(group):
     with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
         net.module(state)
     net.module(later)
+
+
+### Functions that make parameters
+
+
+@pytest.mark.parametrize("shard", [None, "state"])
+def test_a_linen_modules_functions_make_the_state_of_its_arrays(group, shard: Any):
+    net = fddp.from_linen(Linen(), lambda model, x: jnp.mean((model(x, train=True) - 1) ** 2))
+    step = fddp.train_step(net.loss_fn, optax.adam(0.1), group=group(3), shard=shard)
+    params, model_state = net.functions(jax.random.key(0), X)
+    state = step.init(params, model_state=model_state)
+    given, buffers = jax.jit(net.init)(jax.random.key(0), X)
+    same_arrays(state, step.init(given, model_state=buffers))
+    np.testing.assert_allclose(net.module(state)(X), by_hand(given, buffers["batch_stats"]["norm"]), rtol=1e-5)
+    step(state, np.concatenate([X, X, X]))
+
+
+def test_a_linen_module_without_buffers_has_one_function():
+    net = fddp.from_linen(linen.Dense(2), lambda model, x: jnp.mean(model(x)))
+    assert net.functions(jax.random.key(0), X)[1] is None
+
+
+@pytest.mark.parametrize("shard", [None, "state"])
+def test_an_nnx_module_that_a_function_makes_has_the_state_of_its_arrays(group, shard: Any):
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean((model(x) - 1) ** 2)
+
+    nets = [fddp.from_nnx(module, loss) for module in (lambda: Net(nnx.Rngs(0)), Net(nnx.Rngs(0)))]
+    states = []
+    for net in nets:
+        step = fddp.train_step(net.loss_fn, optax.adam(0.1), group=group(3), shard=shard)
+        state = step.init(net.params, model_state=net.model_state, rng=jax.random.key(1))
+        states.append(step(state, np.concatenate([X, X, X]))[0])
+    same_arrays(*states)
+    same_bits(*(nnx.state(net.module(state)) for net, state in zip(nets, states)))
+
+
+def test_an_nnx_module_that_a_function_makes_needs_its_buffers():
+    net = fddp.from_nnx(lambda: Net(nnx.Rngs(0)), lambda model, x: jnp.mean(model(x)))
+    step = fddp.train_step(net.loss_fn, optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"has buffers: give step\.init\(net\.params, model_state="):
+        step(step.init(net.params, rng=jax.random.key(0)), X)
+
+
+def test_a_module_of_a_state_in_shards_is_put_together_once(group):
+    """What replicas put together is nobody else's, and is not copied."""
+    net, step, state = with_nnx(group(2), shard="state")
+    module = net.module(state)
+    before = on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    same_bits(before, on_host(fddp.whole(state.params)))
+    step(state, X)
+    same_bits(before, on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param))))

@@ -64,6 +64,20 @@ def shards_of_a_subgroup_are_put_together_by_its_ranks(group: fddp.Group):
     assert "the group is another" in error_of(lambda: fddp.whole(state, group=group))
 
 
+@claim()
+def a_step_is_told_of_a_state_that_other_ranks_hold(group: fddp.Group):
+    """In another order: each rank holds a part, and it is another's."""
+    step = fddp.train_step(square, optax.adam(0.1), group=group, shard="state")
+    state = step.init(np.arange(5, dtype=np.float32))
+    batch = np.ones((2, 5), np.float32)
+    turned = step.on(group.subgroup(range(group.size)[::-1]))
+    assert "the state is in shards that" in error_of(lambda: turned(state, batch))
+    mine = turned.init(np.arange(5, dtype=np.float32))
+    mine, _ = turned(mine, batch)
+    assert "the state is in shards that" in error_of(lambda: turned(state, batch))
+    step(state, batch)
+
+
 @claim(quick=("mpi",))
 def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
     def loss(p: Any, x: Any) -> jax.Array:

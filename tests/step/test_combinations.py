@@ -12,7 +12,7 @@ import pytest
 
 import fddp
 from fddp import hooks
-from fddp.step.combinations import AXES, COLLECTIVES, LOCAL, LOOKAHEAD, MEMORY, OWN_SCHEDULE, PAIRS, table
+from fddp.step.combinations import AXES, COLLECTIVES, FUNCTION, LOCAL, LOOKAHEAD, MEMORY, OWN_SCHEDULE, PAIRS, table
 from models.tensor_parallel import two_axes
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -62,7 +62,7 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
         return
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
-    state = step.init(params)
+    state = step.init((lambda: jnp.asarray(W)) if FUNCTION in features else params)
     batch: Any = next(iter(fddp.join([X], replicas))) if "fddp.join" in features else X
     (step.no_sync if "no_sync" in features else step)(state, batch)
 

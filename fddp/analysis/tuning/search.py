@@ -18,7 +18,7 @@ import optax
 from fddp.analysis.tuning.link import Link, measure_link
 from fddp.analysis.tuning.regrouping import Typical, different, joined, message_bytes, total_seconds, typical
 from fddp.analysis.tuning.scaling import REPLICAS, Algorithm, Projection, hop_of, project, ring
-from fddp.buckets import BucketPlan, place_scalars, plan_with_table_rows
+from fddp.buckets import BucketPlan, place_scalars, plan_with_table_rows, whole_forms
 from fddp.comm import Group, verify
 from fddp.measuring import MeasuredStep, Measurement
 from fddp.runtime import group_of
@@ -191,9 +191,10 @@ def tune(
     finest, run_finest = made(alone, 0.0, groups=None)
     run_finest()  # settles the order of readiness
     order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
+    forms = whole_forms(finest.shapes(params, model_state=model_state, rng=rng).params)
 
     def planned(touched: Mapping[int, int]) -> dict[float, BucketPlan]:
-        plan_of = partial(plan_with_table_rows, params, touched, group.size, order=order, **bucketing)
+        plan_of = partial(plan_with_table_rows, forms, touched, group.size, order=order, **bucketing)
         found = different({cap: plan_of(bucket_cap_mb=cap) for cap in caps_mb})
         exact = finest.plan.carrier.bucket is not None
         return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in found.items()}
