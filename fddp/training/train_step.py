@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from fddp.buckets import BucketPlan
+from fddp.buckets import BucketPlan, Caps
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
 from fddp.measuring import Measurement, Stats, measure, stats
@@ -214,6 +214,18 @@ class TrainStep:
           A step of its own; states are not shared.
         """
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
+
+    def with_cap(self, bucket_cap_mb: Caps) -> "TrainStep":
+        """The same step with other buckets; it goes on from a state of this one.
+
+        Args:
+          bucket_cap_mb: as for `train_step`.
+
+        Returns:
+          A step of its own, which its next batch settles.
+        """
+        options = replace(self.options, bucket_cap_mb=bucket_cap_mb)
+        return TrainStep(replace(self._replica, options=options), self._optimizer, self._use)
 
     def __repr__(self) -> str:
         known = self._settled
