@@ -1,7 +1,8 @@
 """Runs all tasks in one XLA program, whose scheduler overlaps where it can."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
+
+# (message, earlier sums) → the same; says which of them XLA must have before the message leaves.
+Hold: TypeAlias = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -29,6 +33,20 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
+def unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Runs the same program as `fused`, whose all-reduces XLA's scheduler puts in the order that it finds best.
+
+    Args:
+      group: the replicas.
+      pieces: the step.
+      donate: whether the program may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
+    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _apart)
+
+
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     """Traces the tasks of a list, in order, into one program.
 
@@ -40,10 +58,15 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     Returns:
       The runner.
     """
+    return _program(group, make, donate, _behind)
+
+
+def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
+    """Traces a list into one program, in which `hold` says what a message waits for."""
     own = group.placement.per_replica
     specs = (REPLICATED, own, own, own, own), (REPLICATED, own, own)
     donated = (0, 2, 3) if donate else ()
-    program = group.placement.program(partial(traced, group, make), *specs, donate=donated)
+    program = group.placement.program(partial(traced, group, make, hold), *specs, donate=donated)
     launch = first_call(program, "the step", partial(compiling, group))
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
@@ -64,17 +87,17 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
 
 
 def traced(
-    group: Group, make: MakeList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+    group: Group, make: MakeList, hold: Hold, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks of one replica; the sum of what a loop makes in its rounds runs in these rounds."""
     listed = make(state, pending, shards, rows)
-    run = partial(_run, group.communicator, listed)
+    run = partial(_run, group.communicator, listed, hold)
     in_rounds = any(task.reduction.rounds > 1 for task in listed.messages)
     return (fused_loops(run) if in_rounds else run)(state, pending, shards, memory, rows)
 
 
 def _run(
-    comm: Communicator, listed: TaskList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+    comm: Communicator, listed: TaskList, hold: Hold, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks in order, each message under a name by which `fddp.audit` finds it.
 
@@ -94,12 +117,9 @@ def _run(
         message = read[0]
         said = read[1] if len(read) > 1 else None
         with jax.named_scope(scope(task)):
-            # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
-            # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
-            # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
             # What is summed in a loop has the loop's place, and all ranks have the same program there.
             if comm.size > 1 and task.reduction.rounds == 1:
-                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in since)))
+                message, held = hold(message, [values[name] for name in since])
                 values.update(zip(since, held))
                 since = []
             mine = before[len(sent)]
@@ -113,6 +133,21 @@ def _run(
     finite = jnp.all(jnp.array([all_finite(total) for total in hooked], bool))
     new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(remembered), tuple(before))
     return *listed.leave(values), add_replica_dim(new[: len(memory)])
+
+
+def _behind(message: Any, earlier: list[Any]) -> tuple[Any, list[Any]]:
+    """Lets a message leave when all earlier ones are back.
+
+    The barrier also hides from XLA what the message is. XLA drops the sum of a constant (the zeros of a bucket that
+    this rank's branch leaves unused, say), and sends what is ready first: ranks whose programs differ would then add
+    what does not belong together. On some GPUs, too, late buckets would go first.
+    """
+    return jax.lax.optimization_barrier((message, earlier))
+
+
+def _apart(message: Any, earlier: list[Any]) -> tuple[Any, list[Any]]:
+    """Lets a message leave at any time; it is a message all the same, whatever XLA knows of it."""
+    return jax.lax.optimization_barrier(message), earlier
 
 
 def scope(task: Communicate) -> str:

@@ -38,8 +38,8 @@ class Plain(NamedTuple):
     """The spans of a step on the target, as `estimate` has them."""
 
 
-def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -> tuple[Plain, ...]:
-    """Compiles plain JAX of the same loss and optimizer.
+def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -> dict[str, Callable[[], Plain]]:
+    """Finds the ways in which plain JAX trains by the same loss and optimizer.
 
     Options of the step do not count: the batch is one micro-batch, all rows weigh the same, everything is held whole.
     Each replica keeps its own buffers, which it makes of its own rows, as in a step. Where there are buffers `jax.jit`
@@ -52,7 +52,7 @@ def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -
       target: the machine.
 
     Returns:
-      The ways.
+      The ways by their names; each is compiled when it is called.
     """
     mesh = target.mesh()
     equal = NamedSharding(mesh, PartitionSpec())
@@ -70,14 +70,13 @@ def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -
     if target.chip.capability < HOPPER:
         ways["jit with NamedSharding, latency hiding"] = (under_jit, {FLAG: True})
 
-    def compiled(way: str) -> Plain:
-        program, options = ways[way]
+    def compiled(way: str, program: Any, options: dict[str, Any]) -> Plain:
         module = parse(program.lower(*held, rows).compile(compiler_options=options).as_text() or "")
         found = find_collectives(module)
         timeline = estimate(module, found, target)
         return Plain(way, len(found), sum(one.asynchronous for one in found), timeline)
 
-    return tuple(map(compiled, ways))
+    return {way: partial(compiled, way, *how) for way, how in ways.items()}
 
 
 def _under_jit(step: TrainStep, equal: NamedSharding) -> Any:

@@ -176,7 +176,9 @@ def audit(
     where = there.name if there is not None else jax.default_backend()
     within = within_replicas(collectives, step.group.placement)
     found = read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
-    return replace(found, beside=beside_jit(step, state, batch, there)) if there and beside else found
+    if there is None or not beside:
+        return found
+    return replace(found, beside=tuple(way() for way in beside_jit(step, state, batch, there).values()))
 
 
 def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[TrainStep, TrainState, Any]:
