@@ -15,8 +15,7 @@ Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit,
-  Audit
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit, Audit
 """
 
 from importlib import import_module

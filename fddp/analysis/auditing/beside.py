@@ -24,6 +24,9 @@ from fddp.training import TrainStep
 # XLA overlaps nothing on GPUs before Hopper unless it is told to.
 FLAG = "xla_gpu_enable_latency_hiding_scheduler"
 HOPPER = (9, 0)
+JIT = "jit with NamedSharding"
+SHARD_MAP = "shard_map, a pmean for each leaf"
+HIDING = ", latency hiding"  # a way under that flag
 
 
 class Plain(NamedTuple):
@@ -63,12 +66,10 @@ def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -
     rows = _placed(batch, spread)
     apart = bool(jax.tree.leaves(state.model_state))
     under_jit = _by_replica_under_jit(step, equal, spread) if apart else _under_jit(step, equal)
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {
-        "jit with NamedSharding": (under_jit, {}),
-        "shard_map, a pmean for each leaf": (_under_shard_map(step, mesh), {}),
-    }
+    programs = {JIT: under_jit, SHARD_MAP: _under_shard_map(step, mesh)}
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {way: (program, {}) for way, program in programs.items()}
     if target.chip.capability < HOPPER:
-        ways["jit with NamedSharding, latency hiding"] = (under_jit, {FLAG: True})
+        ways |= {way + HIDING: (program, {FLAG: True}) for way, program in programs.items()}
 
     def compiled(way: str, program: Any, options: dict[str, Any]) -> Plain:
         module = parse(program.lower(*held, rows).compile(compiler_options=options).as_text() or "")
