@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, help="module:preset:rows of a replica")
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="as of python -m fddp audit")
     parser.add_argument("--again", action="store_true", help="compile what is saved, too")
-    parser.add_argument("--first", action="store_true", help="of fddp's schedules and caps the default alone")
+    parser.add_argument("--first", action="store_true", help="of fddp the default cap alone, under both schedules")
     parser.add_argument("--page", action="store_true", help="compile nothing, write the table")
     parser.add_argument("--quick", action="store_true", help="the first model and target; nothing is saved")
     args = parser.parse_args()
@@ -80,7 +81,7 @@ def ways(model: str, where: str, *, first: bool = False) -> Iterator[tuple[str, 
     plain = beside_jit(given.step, given.state, given.batch, target)
     for way in (one for one in plain if one + HIDING not in plain):  # which hides no less
         yield way, lambda way=way: plain[way]().timeline
-    for step in () if first else steps:
+    for step in islice(steps, 1) if first else steps:
         yield str(step), step.timeline
 
 
@@ -118,7 +119,10 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
     shortest = min(took[0] for took in columns)
     bold = ["**" if took[0] == shortest else "" for took in columns]
     shown = [f"{mark}{took[0]:.2f}{mark}, {took[1]:.2f}" for mark, took in zip(bold, columns)]
-    shown[1] = "not tried" if len(ours) == 1 else shown[1] if best == DEFAULT else f"{shown[1]}: {best}"
+    if len(ours) == 1:
+        shown[1] = "not tried"
+    elif best != DEFAULT:
+        shown[1] += f" ({re.sub('schedule=|bucket_cap_mb=', '', best)})"
     return [f"{module}:{preset}, {rows}", target, *shown, f"{ours[best][0] / min(took[0] for took in plain):.3f}"]
 
 
