@@ -15,8 +15,9 @@ from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 
-# (message, earlier sums) → the same; says which of them XLA must have before the message leaves.
-Hold: TypeAlias = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
+# (earlier sums, how many of them a message has waited for, whether the next message is the last) → those that XLA must
+# have before that message leaves, and that are used only then.
+Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -44,7 +45,7 @@ def unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
     Returns:
       The runner.
     """
-    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _apart)
+    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _at_any_time)
 
 
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
@@ -58,7 +59,7 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     Returns:
       The runner.
     """
-    return _program(group, make, donate, _behind)
+    return _program(group, make, donate, _in_turn)
 
 
 def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
@@ -106,7 +107,9 @@ def _run(
     """
     values = listed.enter(state, pending, shards, rows)
     before = drop_replica_dim(memory) or ((),) * len(listed.messages)
-    since = list[Value]()  # the last sum that others waited for, and those made in loops after it
+    sums = list[Value]()
+    waited = 0  # how many of them a message has waited for
+    last = next((task for task in reversed(listed.messages) if task.reduction.rounds == 1), None)
     remembered = list[Any]()
     sent = list[Any]()
     for task in listed.tasks:
@@ -117,14 +120,18 @@ def _run(
         message = read[0]
         said = read[1] if len(read) > 1 else None
         with jax.named_scope(scope(task)):
+            # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
+            # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
+            # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
             # What is summed in a loop has the loop's place, and all ranks have the same program there.
             if comm.size > 1 and task.reduction.rounds == 1:
-                message, held = hold(message, [values[name] for name in since])
-                values.update(zip(since, held))
-                since = []
+                behind = hold(sums, waited, task is last)
+                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in behind)))
+                values.update(zip(behind, held))
+                waited = len(sums)
             mine = before[len(sent)]
             values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, said, message, mine)
-        since.append(task.writes[0])
+        sums.append(task.writes[0])
         remembered.append(mine)
         sent.append(nbytes)
         if BYTES in task.writes:
@@ -135,19 +142,18 @@ def _run(
     return *listed.leave(values), add_replica_dim(new[: len(memory)])
 
 
-def _behind(message: Any, earlier: list[Any]) -> tuple[Any, list[Any]]:
-    """Lets a message leave when all earlier ones are back.
+def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
+    """Lets messages leave one after the other, and no sum be used before the last message leaves.
 
-    The barrier also hides from XLA what the message is. XLA drops the sum of a constant (the zeros of a bucket that
-    this rank's branch leaves unused, say), and sends what is ready first: ranks whose programs differ would then add
-    what does not belong together. On some GPUs, too, late buckets would go first.
+    Updates that are there earlier are put by XLA, on GPUs before Hopper, where the backward pass would hide a message.
     """
-    return jax.lax.optimization_barrier((message, earlier))
+    return sums if last else sums[waited:]
 
 
-def _apart(message: Any, earlier: list[Any]) -> tuple[Any, list[Any]]:
-    """Lets a message leave at any time; it is a message all the same, whatever XLA knows of it."""
-    return jax.lax.optimization_barrier(message), earlier
+def _at_any_time(sums: list[Value], waited: int, last: bool) -> list[Value]:
+    """Lets a message leave whenever XLA likes."""
+    del sums, waited, last
+    return []
 
 
 def scope(task: Communicate) -> str:
