@@ -1,10 +1,10 @@
 """Is a fused step ever estimated behind plain JAX, on GPUs that are not here?
 
-    python bench/beside.py [--models gpt:360m:8 …] [--targets h100:8 …] [--quick]
+    python bench/beside.py [--models gpt:360m:2 …] [--targets h100:8 …] [--again] [--first] [--page] [--quick]
 
-Each step is compiled ahead of time for each target, and plain JAX of the same loss and optimizer beside it; the
-milliseconds are those of `fddp.audit`. It writes the table of docs/performance.md, in which the best of a line is bold.
-Cells that an earlier run has compiled, and this one has not, stay.
+Each step is compiled ahead of time for each target, under each schedule and cap that `fddp.tune` tries, and plain JAX
+of the same loss and optimizer beside it; the milliseconds are those of `fddp.audit`. What is compiled is saved at once.
+It writes the table of docs/performance.md of all that is saved, with one line for each model and target.
 
   model   module:preset:rows of a replica, of models/
 """
@@ -13,78 +13,135 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-import fddp
 from bench.record import RESULTS, save
+from fddp.analysis.auditing.beside import HIDING, JIT, SHARD_MAP, beside_jit
 from fddp.analysis.auditing.targets import read_target
+from fddp.analysis.tuning.for_target import on_target
 from fddp.analysis.workload import read_workload
 from fddp.schedules import Timeline
 
 PAGE = ROOT / "docs" / "performance.md"
+SAVED = RESULTS / "beside.json"
 BEGIN, END = "<!-- bench/beside.py: begin -->", "<!-- bench/beside.py: end -->"
-MODELS = ("mlp:1024:256", "resnet:50:32", "bert:base:32")
-TARGETS = ("h100:8", "h100:2x8", "a100:8", "a100:2x8")
+MODELS = ("mlp:1024:256", "scanned:360m:2", "bert:base:32", "gpt:360m:2", "resnet:50:32")
+TARGETS = ("h100:8", "h100:2x8", "a100:8", "a100:2x8", "a100:4x8")
+DEFAULT = "schedule='fused', bucket_cap_mb=25"
+PLAIN = (JIT, SHARD_MAP)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, help="module:preset:rows of a replica")
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="as of python -m fddp audit")
+    parser.add_argument("--again", action="store_true", help="compile what is saved, too")
+    parser.add_argument("--first", action="store_true", help="of fddp's schedules and caps the default alone")
+    parser.add_argument("--page", action="store_true", help="compile nothing, write the table")
     parser.add_argument("--quick", action="store_true", help="the first model and target; nothing is saved")
     args = parser.parse_args()
-    models, targets = (args.models[:1], args.targets[:1]) if args.quick else (args.models, args.targets)
-    cells = {f"{model} {target}": cell(model, target) for model in models for target in targets}
     if args.quick:
-        print(table(cells))
+        cell = {"ways": {name: ms(compile()) for name, compile in ways(args.models[0], args.targets[0])}}
+        print("\n".join(lines({f"{jax.__version__} {args.models[0]} {args.targets[0]}": cell})))
         return
-    earlier = RESULTS / "beside.json"
-    cells = (json.loads(earlier.read_text())["results"] if earlier.exists() else {}) | cells
-    text = table({name: cells[name] for name in sorted(cells)})
+    for model in () if args.page else args.models:
+        for target in args.targets:
+            fill(model, target, again=args.again, first=args.first)
+    text = sections(saved())
     print(text)
-    print(save("beside", cells))
     PAGE.write_text(with_table(PAGE.read_text(), text))
 
 
-def cell(model: str, where: str) -> dict[str, Any]:
-    """One model on one target: what each way takes, and what of its traffic is exposed."""
+def fill(model: str, target: str, *, again: bool, first: bool) -> None:
+    """Compiles what is not saved of one model on one target, and saves it."""
+    name = f"{jax.__version__} {model} {target}"
+    done = {} if again else saved().get(name, {"ways": {}})["ways"]
+    for way, compile in ways(model, target, first=first):
+        if way not in done:
+            done[way] = ms(compile())
+            print(name, way, done[way], flush=True)
+            save("beside", saved() | {name: {"ways": done}})
+
+
+def ways(model: str, where: str, *, first: bool = False) -> Iterator[tuple[str, Callable[[], Timeline]]]:
+    """Yields what can be compiled of a model for a target: the default, plain JAX, then other schedules and caps."""
     name, preset, rows = model.split(":")
     target = read_target(where)
     workload = read_workload(f"models.{name}:{preset}", int(rows) * target.size)
-    step, state = workload.step(target.group())
-    audit = fddp.audit(step, state, workload.batch, where, beside="jit")
-    ways = {"fddp": audit.timeline, **{plain.way: plain.timeline for plain in audit.beside}}
-    found = {"model": model, "target": where, "ways": {way: _ms(line) for way, line in ways.items() if line}}
-    print(found, flush=True)
-    return found
+    steps = on_target(*workload.step(target.group()), workload.batch, target)
+    given = next(steps)
+    yield str(given), given.timeline
+    plain = beside_jit(given.step, given.state, given.batch, target)
+    for way in (one for one in plain if one + HIDING not in plain):  # which hides no less
+        yield way, lambda way=way: plain[way]().timeline
+    for step in () if first else steps:
+        yield str(step), step.timeline
 
 
-def table(cells: dict[str, dict[str, Any]]) -> str:
-    """The cells as Markdown; of several options of one way the faster counts."""
-    rows = [
-        "| model, rows a replica | target | fddp | jit with NamedSharding | shard_map, a pmean for each leaf |",
-        "|---|---|---|---|---|",
-    ]
-    for one in cells.values():
-        ways = one["ways"]
-        best = [min(took for way, took in ways.items() if way.startswith(start)) for start in ("fddp", "jit", "shard")]
-        bold = ["**" if ms == min(best)[0] else "" for ms, _ in best]
-        shown = [f"{mark}{ms:.2f}{mark}, {exposed:.2f}" for mark, (ms, exposed) in zip(bold, best)]
-        name, preset, count = one["model"].split(":")
-        rows.append(f"| {name}:{preset}, {count} | {one['target']} | {' | '.join(shown)} |")
-    return "\n".join(rows)
+def ms(line: Timeline) -> list[float]:
+    """Milliseconds of a step, of its exposed traffic, and of all of its traffic."""
+    return [1e3 * seconds for seconds in (line.seconds, line.exposed, sum(one.seconds for one in line.communication))]
+
+
+def saved() -> dict[str, Any]:
+    return json.loads(SAVED.read_text())["results"] if SAVED.exists() else {}
+
+
+def sections(cells: dict[str, Any]) -> str:
+    """A table for each version of JAX, as Markdown."""
+    versions = sorted({name.split()[0] for name in cells})
+    tables = [(one, lines({name: cell for name, cell in cells.items() if name.split()[0] == one})) for one in versions]
+    return "\n\n".join(f"With JAX {version}:\n\n" + "\n".join(rows) for version, rows in tables)
+
+
+def lines(cells: dict[str, Any]) -> list[str]:
+    """The cells that hold fddp and plain JAX, as a table in Markdown; the shortest step of a line is bold."""
+    head = ["model, rows a replica", "target", "fddp", "what `fddp.tune` takes", *PLAIN, "tuned ÷ plain"]
+    rows = [line(name, cell["ways"]) for name, cell in sorted(cells.items(), key=place) if whole(cell["ways"])]
+    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
+
+
+def line(name: str, ways: dict[str, list[float]]) -> list[str]:
+    """One model on one target."""
+    _, model, target = name.split()
+    module, preset, rows = model.split(":")
+    ours = {way: took for way, took in ways.items() if way.startswith("schedule")}
+    best = min(ours, key=lambda way: ours[way][0])
+    plain = [min(took for way, took in ways.items() if way.startswith(start)) for start in PLAIN]
+    columns = [ours[DEFAULT], ours[best], *plain]
+    shortest = min(took[0] for took in columns)
+    bold = ["**" if took[0] == shortest else "" for took in columns]
+    shown = [f"{mark}{took[0]:.2f}{mark}, {took[1]:.2f}" for mark, took in zip(bold, columns)]
+    if len(ours) == 1:
+        shown[1] = "not tried"
+    elif best != DEFAULT:
+        shown[1] += f" ({re.sub('schedule=|bucket_cap_mb=', '', best)})"
+    return [f"{module}:{preset}, {rows}", target, *shown, f"{ours[best][0] / min(took[0] for took in plain):.3f}"]
+
+
+def whole(ways: dict[str, list[float]]) -> bool:
+    """Whether a cell has the default and both ways of plain JAX."""
+    return DEFAULT in ways and all(any(way.startswith(start) for way in ways) for start in PLAIN)
+
+
+def place(cell: tuple[str, Any]) -> tuple[int, int]:
+    """The place of a cell in the table."""
+    _, model, target = cell[0].split()
+    return (
+        MODELS.index(model) if model in MODELS else len(MODELS),
+        TARGETS.index(target) if target in TARGETS else len(TARGETS),
+    )
 
 
 def with_table(page: str, text: str) -> str:
     """A page with another table between the two marks."""
     return re.sub(rf"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
-
-
-def _ms(line: Timeline) -> tuple[float, float]:
-    return 1e3 * line.seconds, 1e3 * line.exposed
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Link, audit, Audit
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit, Audit
 """
 
 from importlib import import_module
@@ -73,9 +73,10 @@ if TYPE_CHECKING:
     from fddp.analysis.auditing.report import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
     from fddp.analysis.mean_over_rows import check as check
+    from fddp.analysis.tuning.for_target import Choice as Choice
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.search import Tuning as Tuning
-    from fddp.analysis.tuning.search import tune as tune
+    from fddp.analysis.tuning.tune import tune as tune
     from fddp.checkpoints import Checkpoints as Checkpoints
     from fddp.modules.batch_norm import BatchNorm as BatchNorm
     from fddp.modules.flax import Linen as Linen
@@ -88,7 +89,9 @@ _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
     "Link": "fddp.analysis.tuning.link",
-    **dict.fromkeys(("Tuning", "tune"), "fddp.analysis.tuning.search"),
+    "Choice": "fddp.analysis.tuning.for_target",
+    "Tuning": "fddp.analysis.tuning.search",
+    "tune": "fddp.analysis.tuning.tune",
     "BatchNorm": "fddp.modules.batch_norm",
     "Checkpoints": "fddp.checkpoints",
     **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.modules.flax"),

@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         add(commands)
     chosen = parser.parse_args(words)
     # These run nothing on a device, and a GPU that others use is left alone.
-    if "JAX_PLATFORMS" not in os.environ and chosen.run in (run_plan, run_audit):
+    if "JAX_PLATFORMS" not in os.environ and (chosen.run is run_plan or getattr(chosen, "target", None)):
         jax.config.update("jax_platforms", "cpu")
     try:
         _check(chosen)
@@ -165,13 +165,20 @@ def run_measure(chosen: argparse.Namespace) -> int:
 
 
 def add_tune(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("tune", help="find the best bucket cap on these hosts; under mpirun, one replica each")
+    told = "find the best bucket cap: on these hosts, under mpirun, one replica each; or for GPUs that need not be here"
+    parser = commands.add_parser("tune", help=told)
     parser.add_argument("model", help="module:preset, models.resnet:50 say")
     parser.add_argument("--rows", type=int, default=8, help="rows of a replica (default 8)")
+    parser.add_argument("--target", help="a100:N, h100:N, h200:N, or h100:2x8 for two hosts of eight (default: here)")
     parser.set_defaults(run=run_tune)
 
 
 def run_tune(chosen: argparse.Namespace) -> int:
+    if chosen.target:
+        target = read_target(chosen.target)
+        workload = read_workload(chosen.model, chosen.rows * target.size)
+        print(fddp.tune(*workload.step(target.group()), workload.batch, target=chosen.target))
+        return 0
     group = fddp.init()
     tuning = tune_model(*read_model(chosen.model), chosen.rows, group=group)
     group.print(tuning)

@@ -73,6 +73,16 @@ def test_tune_prints_a_prediction_for_each_cap_and_what_the_best_took():
     assert re.search(r"bucket_cap_mb=[\d.]+: measured [\d.]+ ms, predicted", run.stdout)
 
 
+@pytest.mark.aot
+def test_tune_prints_an_estimate_for_each_schedule_and_cap_on_a_target(capsys):
+    assert main(["tune", "models.mlp:tiny", "--target", "h100:2", "--rows", "4"]) == 0
+    title, head, *rows, best = capsys.readouterr().out.splitlines()
+    assert title == "h100:2, estimated at peak rates" and head.split()[0] == "schedule"
+    assert {row.split()[0] for row in rows} == {"fused", "unordered"}
+    assert re.fullmatch(r"schedule='\w+', bucket_cap_mb=\S+", best)
+    assert main(["tune", "models.mlp:tiny", "--target", "b300:8"]) == 2
+
+
 def test_reproduce_prints_three_digests_and_equal(capsys):
     assert main(["reproduce", "--steps", "3"]) == 0
     head, *digests, verdict = capsys.readouterr().out.splitlines()

@@ -17,6 +17,7 @@ from fddp.schedules.message_order import TRIED as TRIED
 from fddp.schedules.one_program import fused as fused
 from fddp.schedules.one_program import in_one_program as in_one_program
 from fddp.schedules.one_program import scope as scope
+from fddp.schedules.one_program import unordered as unordered
 from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner

@@ -1,7 +1,8 @@
 """Runs all tasks in one XLA program, whose scheduler overlaps where it can."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,10 @@ from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
+
+# (earlier sums, how many of them a message has waited for, whether the next message is the last) → those that XLA must
+# have before that message leaves, and that are used only then.
+Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -29,6 +34,20 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
+def unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Runs the same program as `fused`, whose all-reduces XLA's scheduler puts in the order that it finds best.
+
+    Args:
+      group: the replicas.
+      pieces: the step.
+      donate: whether the program may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
+    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _at_any_time)
+
+
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     """Traces the tasks of a list, in order, into one program.
 
@@ -40,10 +59,15 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     Returns:
       The runner.
     """
+    return _program(group, make, donate, _in_turn)
+
+
+def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
+    """Traces a list into one program, in which `hold` says what a message waits for."""
     own = group.placement.per_replica
     specs = (REPLICATED, own, own, own, own), (REPLICATED, own, own)
     donated = (0, 2, 3) if donate else ()
-    program = group.placement.program(partial(traced, group, make), *specs, donate=donated)
+    program = group.placement.program(partial(traced, group, make, hold), *specs, donate=donated)
     launch = first_call(program, "the step", partial(compiling, group))
 
     def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
@@ -64,17 +88,17 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
 
 
 def traced(
-    group: Group, make: MakeList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+    group: Group, make: MakeList, hold: Hold, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks of one replica; the sum of what a loop makes in its rounds runs in these rounds."""
     listed = make(state, pending, shards, rows)
-    run = partial(_run, group.communicator, listed)
+    run = partial(_run, group.communicator, listed, hold)
     in_rounds = any(task.reduction.rounds > 1 for task in listed.messages)
     return (fused_loops(run) if in_rounds else run)(state, pending, shards, memory, rows)
 
 
 def _run(
-    comm: Communicator, listed: TaskList, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+    comm: Communicator, listed: TaskList, hold: Hold, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks in order, each message under a name by which `fddp.audit` finds it.
 
@@ -83,7 +107,9 @@ def _run(
     """
     values = listed.enter(state, pending, shards, rows)
     before = drop_replica_dim(memory) or ((),) * len(listed.messages)
-    since = list[Value]()  # the last sum that others waited for, and those made in loops after it
+    sums = list[Value]()
+    waited = 0  # how many of them a message has waited for
+    last = next((task for task in reversed(listed.messages) if task.reduction.rounds == 1), None)
     remembered = list[Any]()
     sent = list[Any]()
     for task in listed.tasks:
@@ -99,12 +125,13 @@ def _run(
             # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
             # What is summed in a loop has the loop's place, and all ranks have the same program there.
             if comm.size > 1 and task.reduction.rounds == 1:
-                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in since)))
-                values.update(zip(since, held))
-                since = []
+                behind = hold(sums, waited, task is last)
+                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in behind)))
+                values.update(zip(behind, held))
+                waited = len(sums)
             mine = before[len(sent)]
             values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, said, message, mine)
-        since.append(task.writes[0])
+        sums.append(task.writes[0])
         remembered.append(mine)
         sent.append(nbytes)
         if BYTES in task.writes:
@@ -113,6 +140,20 @@ def _run(
     finite = jnp.all(jnp.array([all_finite(total) for total in hooked], bool))
     new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(remembered), tuple(before))
     return *listed.leave(values), add_replica_dim(new[: len(memory)])
+
+
+def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
+    """Lets messages leave one after the other, and no sum be used before the last message leaves.
+
+    Updates that are there earlier are put by XLA, on GPUs before Hopper, where the backward pass would hide a message.
+    """
+    return sums if last else sums[waited:]
+
+
+def _at_any_time(sums: list[Value], waited: int, last: bool) -> list[Value]:
+    """Lets a message leave whenever XLA likes."""
+    del sums, waited, last
+    return []
 
 
 def scope(name: str) -> str:

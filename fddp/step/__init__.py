@@ -15,6 +15,7 @@ from fddp.step.combinations import refuse as refuse
 from fddp.step.held import held_form as held_form
 from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
+from fddp.step.options import ScheduleName as ScheduleName
 from fddp.step.options import Shared as Shared
 from fddp.step.options import check_optimizer as check_optimizer
 from fddp.step.options import explained as explained

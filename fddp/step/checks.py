@@ -1,5 +1,6 @@
 """Refusals of a step in each call, in the user's words, before JAX says it in its own."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, unjoined
 from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
+
+# The scope in which a fused step sends a message (`fddp.schedules.scope`).
+MESSAGE_SCOPE = re.compile(r"(bucket|rows|gather|tail)\d*")
 
 
 def refuse_transformations() -> None:
@@ -171,7 +175,7 @@ def check_paths(plan: BucketPlan, new: Sequence[int]) -> None:
 
 
 def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
-    """Compares what the compiled programs of all ranks send: kinds, arrays, and who takes part, in order.
+    """Compares what the compiled programs of all ranks send: kinds, arrays, messages, and who takes part, in order.
 
     Programs of one script may differ: by a branch in Python, say, or by what XLA makes of it. A rank whose collectives
     differ would add the others' sums to its own, or wait for ever.
@@ -188,6 +192,13 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
         with compiling(group, "the step"):
             text = program.compile().as_text()
         found = find_collectives(parse(text or ""))
-        return [f"collectives: {len(found)}", *(f"collective {k}: {one}" for k, one in enumerate(found))]
+        lines = [f"collective {k}: {one}{_message(one.op_name)}" for k, one in enumerate(found)]
+        return [f"collectives: {len(found)}", *lines]
 
     verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)
+
+
+def _message(op_name: str) -> str:
+    """The message that a collective carries, by the scope in which it was made; "" for one of the loss's own."""
+    scopes = [scope for scope in op_name.split("/") if MESSAGE_SCOPE.fullmatch(scope)]
+    return f" ({scopes[0]})" if scopes else ""

@@ -23,7 +23,7 @@ from fddp.jaxpr import (
     touched_rows,
 )
 from fddp.losses import unjoined
-from fddp.schedules import Schedule, after, described_exchanges, eager, fused, shorter_loops, staged
+from fddp.schedules import Schedule, after, described_exchanges, eager, fused, shorter_loops, staged, unordered
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
@@ -32,7 +32,14 @@ from fddp.step.replica import Replica
 from fddp.step.same_rows import digest
 from fddp.step.state import TrainState
 
-SCHEDULES: dict[str, Schedule] = {"fused": fused, "after": after, "staged": staged, "eager": eager}
+SCHEDULES: dict[str, Schedule] = {
+    "fused": fused,
+    "unordered": unordered,
+    "after": after,
+    "staged": staged,
+    "eager": eager,
+}
+ONE_PROGRAM = (fused, unordered)
 
 
 class Seen(NamedTuple):
@@ -102,13 +109,13 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         collectives=tuple(sorted(collectives(program))),
         spoken=exchanges + gathers,
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
-        program=text_digest(program) if parts and schedule is fused and replica.group.processes > 1 else "",
+        program=text_digest(program) if parts and schedule in ONE_PROGRAM and replica.group.processes > 1 else "",
     )
 
 
 def cuts(schedule: Schedule) -> bool:
     """Whether a schedule cuts the backward pass, so that a message leaves before the whole pass is done."""
-    return schedule not in (fused, after)
+    return schedule not in (*ONE_PROGRAM, after)
 
 
 def described_batch(replica: Replica, batch: Any, call: str, seen: Seen) -> list[str]:
@@ -180,7 +187,7 @@ def _parts(replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedu
 
     A schedule that cuts sends slices. In one program a whole leaf is sent, a part in each round of the loop.
     """
-    together = schedule is fused and replica.group.placement.overlaps and replica.group.size > 1
+    together = schedule in ONE_PROGRAM and replica.group.placement.overlaps and replica.group.size > 1
     if replica.options.order == "reverse" or not (cuts(schedule) or together):
         return {}
     chosen = replica.chosen(params)

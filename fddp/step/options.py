@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Types of options, once for what a call is given and once for the record that is made of it.
 Order: TypeAlias = Literal["ready", "reverse"]
-ScheduleName: TypeAlias = Literal["auto", "fused", "staged", "eager", "after"]
+ScheduleName: TypeAlias = Literal["auto", "fused", "unordered", "staged", "eager", "after"]
 Buffers: TypeAlias = bool | Literal["mean"]
 Shared: TypeAlias = Literal["optimizer", "state"]
 Ignore: TypeAlias = Callable[[str], bool]
@@ -108,8 +108,9 @@ class Options:
         the step (and the scale of `fddp.dynamic_scale`), on all ranks; the rank that made them so says whose gradient.
       check_replicas_every (0): before the first step and after so many ranks compare a digest of each parameter and of
         the optimizer's state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
-      schedule ('auto'): 'fused': one program; 'staged': cut where buckets become ready; 'eager': the same, and a step
-        returns before its last sums are back (with shard='state': before its parameters are gathered): they come under
+      schedule ('auto'): 'fused': one program; 'unordered': the same, but XLA chooses the order of the buckets, which
+        all ranks must compile alike; 'staged': cut where buckets become ready; 'eager': the same, and a step returns
+        before its last sums are back (with shard='state': before its parameters are gathered): they come under
         the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager': `fddp.tune` measures whether
         that is faster. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
       shard (None): 'optimizer': each replica holds a part of the optimizer's state and updates that part of the

@@ -11,15 +11,16 @@ from typing import Any
 
 import jax
 
-from fddp.buckets import BucketPlan
+from fddp.buckets import BucketPlan, Caps
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
-from fddp.schedules import TaskList, Timeline
+from fddp.schedules import Schedule, TaskList, Timeline
 from fddp.step import (
     Options,
     Replica,
+    ScheduleName,
     Settled,
     StepInfo,
     TrainState,
@@ -224,6 +225,19 @@ class TrainStep:
           A step of its own; states are not shared.
         """
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
+
+    def with_schedule(self, schedule: ScheduleName | Schedule, bucket_cap_mb: Caps) -> "TrainStep":
+        """The same step under another schedule, with other buckets; it goes on from a state of this one.
+
+        Args:
+          schedule: as for `train_step`.
+          bucket_cap_mb: likewise.
+
+        Returns:
+          A step of its own, which its next batch settles.
+        """
+        options = replace(self.options, schedule=schedule, bucket_cap_mb=bucket_cap_mb)
+        return TrainStep(replace(self._replica, options=options), self._optimizer, self._use)
 
     def __repr__(self) -> str:
         known = self._settled

@@ -158,6 +158,28 @@ def test_several_hosts_are_compiled_for_too():
 
 
 @aot
+def test_buckets_that_xla_orders_are_messages_of_their_own_too():
+    audit = look(plain_mlp(256), "a100:8", schedule="unordered", bucket_cap_mb=0)
+    assert sorted(map(str, audit.carries)) == sorted(audit.messages) == [f"bucket {k}" for k in range(4)]
+    assert all(collective.asynchronous for collective in audit.collectives)
+
+
+@aot
+@pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, a pmean for each leaf"])
+def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
+    """No mean over rows is sent: only gradients, and two scalars."""
+    one = workload(resnet, resnet.PRESETS["tiny"], 16)
+    step, state = one.step(read_target("h100:2").group())
+    audit = fddp.audit(step, state, one.batch, "h100:2", beside="jit")
+    (plain,) = [plain for plain in audit.beside if plain.way == name]
+    sent = sum(span.nbytes for span in plain.timeline.communication)
+    trained = sum(x.size for x in jax.tree.leaves(one.params))
+    statistics = sum(x.size for x in jax.tree.leaves(one.model_state))
+    # XLA finds one gradient of 16 numbers in another.
+    assert 4 * (trained - 16) <= sent <= 4 * (trained + 2) < 4 * (trained + statistics)
+
+
+@aot
 def test_bfloat16_gradients_take_half_the_bytes():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     wide, narrow = (look(plain_mlp(512, param_dtype=dtype), "h100:8", **caps) for dtype in (jnp.float32, jnp.bfloat16))

@@ -10,6 +10,7 @@ from on_ranks.claims import claim, error_of, same_on_all_ranks
 from trees import close
 
 import fddp
+from fddp.step.checks import verify_collectives
 
 
 @claim()
@@ -27,6 +28,46 @@ def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
         assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
         np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
         assert same_on_all_ranks(group, (state.params, info.loss)), schedule
+
+
+# Two sums of equal arrays.
+SWAPPED = """HloModule step, is_scheduled=true
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}
+
+ENTRY main {
+  x = f32[8] parameter(0)
+  first = f32[8] all-reduce(x), replica_groups={}, to_apply=add, metadata={op_name="jit(spread)/bucketFIRST/psum"}
+  ROOT then = f32[8] all-reduce(x), replica_groups={}, to_apply=add, metadata={op_name="jit(spread)/bucketTHEN/psum"}
+}
+"""
+
+
+class Lowered:
+    """Stands in for the program of one rank."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def compile(self) -> Any:
+        return self
+
+    def as_text(self) -> str:
+        return self.text
+
+
+@claim()
+def messages_in_another_order_are_named_on_every_rank_though_they_are_equally_long(group: fddp.Group):
+    order = ("1", "0") if group.rank else ("0", "1")
+    text = SWAPPED.replace("FIRST", order[0]).replace("THEN", order[1])
+    program: Any = Lowered(text)
+    message = error_of(lambda: verify_collectives(group, program))
+    assert "rank 0: collective 0: all-reduce of f32[8] among all (bucket0)" in message
+    assert "rank 1: collective 0: all-reduce of f32[8] among all (bucket1)" in message
 
 
 @claim()

@@ -29,6 +29,29 @@ def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
     assert tuning.at_scale([4])[0].step_s > 0
 
 
+@claim(quick=())
+def all_ranks_choose_the_same_for_gpus_that_are_not_here(group: fddp.Group):
+    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group, bucket_cap_mb=0)
+    state = step.init(PARAMS)
+    choice = fddp.tune(step, state, np.ones((4, 8), np.float32), target="h100:2", caps_mb=[25])
+    told = str(choice).ljust(2000).encode()
+    gathered = group.all_gather(np.frombuffer(told, np.uint8))
+    assert np.all(gathered == gathered[0])
+    # Each candidate was compiled by one rank, and all have its estimate.
+    assert len(choice.candidates) == 4 and all(one.seconds > 0 for one in choice.candidates)
+    choice.step(state, np.ones((2, 8), np.float32))
+
+
+@claim()
+def targets_that_no_rank_knows_are_named_on_every_rank(group: fddp.Group):
+    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group)
+    state = step.init(PARAMS)
+    batch = np.ones((4, 8), np.float32)
+    target = "b300:2" if group.rank else "h100:x"
+    message = error_of(lambda: fddp.tune(step, state, batch, target=target))
+    assert "got 'h100:x'" in message and "got 'b300:2'" in message
+
+
 @claim()
 def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)

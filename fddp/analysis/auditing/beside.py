@@ -16,6 +16,7 @@ from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.targets import Target
 from fddp.buckets import whole_forms
 from fddp.hlo import find_collectives, parse
+from fddp.losses import Value
 from fddp.schedules import Timeline
 from fddp.step import TrainState, with_trained
 from fddp.training import TrainStep
@@ -23,6 +24,9 @@ from fddp.training import TrainStep
 # XLA overlaps nothing on GPUs before Hopper unless it is told to.
 FLAG = "xla_gpu_enable_latency_hiding_scheduler"
 HOPPER = (9, 0)
+JIT = "jit with NamedSharding"
+SHARD_MAP = "shard_map, a pmean for each leaf"
+HIDING = ", latency hiding"  # a way under that flag
 
 
 class Plain(NamedTuple):
@@ -37,12 +41,12 @@ class Plain(NamedTuple):
     """The spans of a step on the target, as `estimate` has them."""
 
 
-def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -> tuple[Plain, ...]:
-    """Compiles plain JAX of the same loss and optimizer.
+def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -> dict[str, Callable[[], Plain]]:
+    """Finds the ways in which plain JAX trains by the same loss and optimizer.
 
     Options of the step do not count: the batch is one micro-batch, all rows weigh the same, everything is held whole.
-    Under `jax.jit` a mean over rows, one of BatchNorm too, is over all rows. Under `jax.shard_map` each replica sees
-    its own rows, as in a step, and keeps its own buffers.
+    Each replica keeps its own buffers, which it makes of its own rows, as in a step. Where there are buffers `jax.jit`
+    maps the loss over replicas (`jax.vmap`): BatchNorm would otherwise take its means over all rows, and send them.
 
     Args:
       step: the step, settled by a batch.
@@ -51,7 +55,7 @@ def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -
       target: the machine.
 
     Returns:
-      The ways.
+      The ways by their names; each is compiled when it is called.
     """
     mesh = target.mesh()
     equal = NamedSharding(mesh, PartitionSpec())
@@ -60,25 +64,40 @@ def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -
     opt_state = jax.eval_shape(step.optimizer.init, step.settled.replica.trained(params))
     held = _placed((params, opt_state, whole_forms(state.model_state), state.rng), equal)
     rows = _placed(batch, spread)
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {
-        "jit with NamedSharding": (_under_jit(step, equal), {}),
-        "shard_map, a pmean for each leaf": (_under_shard_map(step, mesh), {}),
-    }
+    apart = bool(jax.tree.leaves(state.model_state))
+    under_jit = _by_replica_under_jit(step, equal, spread) if apart else _under_jit(step, equal)
+    programs = {JIT: under_jit, SHARD_MAP: _under_shard_map(step, mesh)}
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {way: (program, {}) for way, program in programs.items()}
     if target.chip.capability < HOPPER:
-        ways["jit with NamedSharding, latency hiding"] = (ways["jit with NamedSharding"][0], {FLAG: True})
+        ways |= {way + HIDING: (program, {FLAG: True}) for way, program in programs.items()}
 
-    def compiled(way: str) -> Plain:
-        program, options = ways[way]
+    def compiled(way: str, program: Any, options: dict[str, Any]) -> Plain:
         module = parse(program.lower(*held, rows).compile(compiler_options=options).as_text() or "")
         found = find_collectives(module)
         timeline = estimate(module, found, target)
         return Plain(way, len(found), sum(one.asynchronous for one in found), timeline)
 
-    return tuple(map(compiled, ways))
+    return {way: partial(compiled, way, *how) for way, how in ways.items()}
 
 
 def _under_jit(step: TrainStep, equal: NamedSharding) -> Any:
-    return jax.jit(partial(_plain_step, step, lambda tree: tree), out_shardings=equal, donate_argnums=(0, 1))
+    return jax.jit(partial(_plain_step, step, _as_it_is, _as_it_is), out_shardings=equal, donate_argnums=(0, 1))
+
+
+def _by_replica_under_jit(step: TrainStep, equal: NamedSharding, spread: NamedSharding) -> Any:
+    (axis,) = spread.mesh.axis_names
+    parts = spread.mesh.size
+
+    def each(loss: Callable[[Any], Value]) -> Callable[[Any], Value]:
+        def joined(rows: Any) -> Value:
+            cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+            value = jax.vmap(loss, spmd_axis_name=axis)(cut)
+            return value._replace(loss=value.loss.mean(), aux=jax.tree.map(lambda x: x.mean(0), value.aux))
+
+        return joined
+
+    out = equal, equal, equal, spread
+    return jax.jit(partial(_plain_step, step, each, _as_it_is), out_shardings=out, donate_argnums=(0, 1))
 
 
 def _under_shard_map(step: TrainStep, mesh: jax.sharding.Mesh) -> Any:
@@ -86,7 +105,8 @@ def _under_shard_map(step: TrainStep, mesh: jax.sharding.Mesh) -> Any:
 
     def one(params: Any, opt_state: Any, model_state: Any, rng: Any, rows: Any) -> Any:
         mean = partial(jax.tree.map, lambda x: jax.lax.pmean(x, axis))
-        params, opt_state, told, model_state = _plain_step(step, mean, params, opt_state, model_state, rng, rows)
+        given = params, opt_state, model_state, rng, rows
+        params, opt_state, told, model_state = _plain_step(step, _as_it_is, mean, *given)
         return params, opt_state, told, jax.tree.map(lambda x: x[None], model_state)
 
     equal = PartitionSpec()
@@ -97,6 +117,7 @@ def _under_shard_map(step: TrainStep, mesh: jax.sharding.Mesh) -> Any:
 
 def _plain_step(
     step: TrainStep,
+    each: Callable[[Callable[[Any], Value]], Callable[[Any], Value]],
     mean: Callable[[Any], Any],
     params: Any,
     opt_state: Any,
@@ -104,10 +125,11 @@ def _plain_step(
     rng: Any,
     rows: Any,
 ) -> Any:
+    """Trains as a script of one process would, with a loss that `each` spreads, and gradients that `mean` averages."""
     replica = step.settled.replica
 
-    def loss(trained: Any) -> tuple[Any, Any]:
-        _, value = replica.objective(with_trained(params, trained), model_state, rng, rows)
+    def loss(trained: Any) -> tuple[Any, Value]:
+        value = each(lambda rows: replica.objective(with_trained(params, trained), model_state, rng, rows)[1])(rows)
         return value.loss, value
 
     trained = replica.trained(params)
@@ -116,6 +138,10 @@ def _plain_step(
     updates, opt_state = step.optimizer.update(mean(grads), opt_state, trained)
     new = with_trained(params, optax.apply_updates(trained, updates))
     return new, opt_state, told, value.model_state
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 def _placed(tree: Any, sharding: NamedSharding) -> Any:

@@ -22,6 +22,7 @@ from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.hlo import Collective, Module, find_collectives, parse, work
 from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Timeline
+from fddp.step import TrainState
 from fddp.training import TrainStep
 from fddp.wording import table
 
@@ -169,15 +170,36 @@ def audit(
             "fddp.audit(…, target='h100:8'), or use backend 'gloo'."
         )
     if there is not None:
-        step = step.on(there.group())
-        state, batch = jax.tree.map(_shape, (state, batch))
-        state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)
+        step, state, batch = moved(step, state, batch, there)
     module = parse(step.lower(state, batch).compile().as_text() or "")
     collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
     within = within_replicas(collectives, step.group.placement)
     found = read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
-    return replace(found, beside=beside_jit(step, state, batch, there)) if there and beside else found
+    if there is None or not beside:
+        return found
+    return replace(found, beside=tuple(way() for way in beside_jit(step, state, batch, there).values()))
+
+
+def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[TrainStep, TrainState, Any]:
+    """Makes of a step, its state and a batch those of a target, as forms.
+
+    Args:
+      step: a step of any group.
+      state: its state.
+      batch: the rows of all replicas of the target.
+      target: the machine.
+
+    Returns:
+      The step, which can be lowered; the forms of state and batch.
+
+    Raises:
+      RuntimeError: the compiler for the target is not installed.
+    """
+    step = step.on(target.group())
+    state, batch = jax.tree.map(_shape, (state, batch))
+    state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)
+    return step, state, batch
 
 
 def read(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from fddp.analysis.tuning.search import Tuning, tune
+from fddp.analysis.tuning.search import Tuning, tune_here
 from fddp.runtime import group_of
 
 
@@ -16,7 +16,7 @@ def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tunin
       module: has `PRESETS`, `init(model, key, batch)`, `batch(model, rows, seed)` and `loss_fn(model)`, as models/.
       preset: one of its `PRESETS`.
       rows: of each process.
-      **options: of `tune`.
+      **options: of `fddp.tune`.
 
     Returns:
       The tuning.
@@ -30,7 +30,7 @@ def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tunin
     group = group_of("tune_model", options.pop("group", None))
     batch = module.batch(model, rows, group.rank)
     params, model_state = module.init(model, jax.random.key(0), batch)
-    return tune(
+    return tune_here(
         module.loss_fn(model),
         optax.sgd(1e-3),
         params,

@@ -126,7 +126,7 @@ class Tuning:
         return "\n".join([*head, *rows, foot, *eager, *alone])
 
 
-def tune(
+def tune_here(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     params: Any,
@@ -169,10 +169,11 @@ def tune(
 
     Example:
       >>> import jax, fddp, jax.numpy as jnp, optax
+      >>> from fddp.analysis.tuning.search import tune_here
       >>> group = fddp.mesh_group(jax.sharding.Mesh(jax.devices()[:1], "replica"))
       >>> loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
       >>> params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}
-      >>> tuning = fddp.tune(loss, optax.sgd(0.1), params, jnp.ones((2, 4)), group=group)
+      >>> tuning = tune_here(loss, optax.sgd(0.1), params, jnp.ones((2, 4)), group=group)
       >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
       [(0.0, 2), (0.25, 1)]
     """

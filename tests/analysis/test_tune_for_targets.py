@@ -1,0 +1,146 @@
+"""Schedules and caps for GPUs that are not here: the choice is the shortest estimate, and is not behind plain JAX."""
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import square
+from trees import close
+
+import fddp
+from fddp.analysis.auditing.targets import read_target
+from fddp.analysis.workload import Workload
+from models import bert, mlp, scanned
+
+# What XLA makes of a program is the claim: with all that it does.
+pytestmark = pytest.mark.usefixtures("optimized")
+aot = pytest.mark.aot
+
+# Eight layers of 4.5 MiB, which are summed inside of their loop.
+SCANNED = scanned.scanned(scanned.gpt.PRESETS["bytes"].clone(layers=8, width=384, hidden=1024))
+# name: (module, model, rows of a replica)
+MODELS: dict[str, tuple[Any, Any, int]] = {
+    "mlp": (mlp, mlp.PRESETS["1024"], 256),
+    "one layer of bert": (bert, bert.PRESETS["base"].clone(layers=1), 8),
+    "scanned layers": (scanned, SCANNED, 16),
+}
+
+
+def workload(name: str, target: str) -> Workload:
+    module, model, rows = MODELS[name]
+    made = module.batch(model, rows * read_target(target).size)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+    params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
+    return Workload(module.loss_fn(model), params, model_state, batch)
+
+
+@cache
+def tuned(name: str, target: str, *caps_mb: float) -> fddp.Choice:
+    work = workload(name, target)
+    options = {"caps_mb": caps_mb} if caps_mb else {}
+    return fddp.tune(*work.step(read_target(target).group()), work.batch, target=target, **options)
+
+
+@aot
+def test_each_estimate_is_that_of_an_audit_and_the_shortest_is_taken():
+    choice = tuned("mlp", "h100:2x8")
+    work = workload("mlp", "h100:2x8")
+    assert len(choice.candidates) == 4  # two schedules, and 32 MiB under a cap of 100 are the plan under 25
+    for one in choice.candidates:
+        step, state = work.step(read_target("h100:2").group(), schedule=one.schedule, bucket_cap_mb=one.bucket_cap_mb)
+        audit = fddp.audit(step, state, work.batch, "h100:2x8")
+        assert audit.timeline is not None
+        assert (audit.timeline.seconds, audit.timeline.exposed) == (one.seconds, one.exposed_s)
+        assert audit.plan == one.plan
+    assert choice.best.seconds == min(one.seconds for one in choice.candidates)
+    assert choice.step.options.schedule == choice.schedule == choice.best.schedule
+    assert choice.step.options.bucket_cap_mb == choice.bucket_cap_mb == choice.best.bucket_cap_mb
+
+
+@aot
+def test_a_choice_is_printed_with_what_train_step_takes():
+    choice = tuned("mlp", "h100:2x8")
+    title, head, *rows, last = str(choice).splitlines()
+    assert title == "h100:2x8, estimated at peak rates" and head.startswith("schedule")
+    (best,) = [row for row in rows if row.endswith("best")]
+    assert f"{1e3 * choice.best.seconds:.2f}" in best and len(rows) == len(choice.candidates)
+    step = fddp.train_step(square, optax.sgd(0.1), **eval(f"dict({last})"))
+    assert step.options.schedule == choice.schedule
+    assert step.with_schedule(choice.schedule, choice.bucket_cap_mb).options.schedule == choice.schedule
+
+
+@aot
+@pytest.mark.parametrize(
+    ("name", "target"), [("mlp", "h100:8"), ("one layer of bert", "h100:8"), ("scanned layers", "a100:2x8")]
+)
+def test_a_step_that_was_tuned_for_a_target_is_not_estimated_behind_plain_jax(name, target):
+    choice = tuned(name, target, 100)
+    work = workload(name, target)
+    step, state = work.step(read_target(target).group())
+    audit = fddp.audit(step, state, work.batch, target, beside="jit")
+    assert choice.best.seconds <= min(plain.timeline.seconds for plain in audit.beside)
+
+
+@aot
+def test_between_hosts_a_tuned_step_takes_at_most_95_percent_of_plain_jaxs():
+    target = "a100:2x8"
+    work = workload("mlp", target)
+    step, state = work.step(read_target(target).group())
+    audit = fddp.audit(step, state, work.batch, target, beside="jit")
+    plain = min((plain.timeline for plain in audit.beside), key=lambda line: line.seconds)
+    assert sum(span.seconds for span in plain.communication) >= 0.1 * plain.seconds
+    assert tuned("mlp", target).best.seconds <= 0.95 * plain.seconds
+
+
+@aot
+@pytest.mark.steps
+def test_a_tuned_step_goes_on_from_the_state_of_the_step_that_was_given(group):
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
+    step = fddp.train_step(loss, optax.adam(0.1), group=group(2), donate=False, bucket_cap_mb=0)
+    rows = np.arange(32, dtype=np.float32).reshape(8, 4)
+    state, _ = step(step.init(params), rows)
+    choice = fddp.tune(step, state, rows, target="h100:2", caps_mb=[25])
+    assert [len(one.plan.buckets) for one in choice.candidates] == [2, 2, 1, 1]
+    ends = [one(state, rows)[0].params for one in (step, choice.step)]
+    close(*ends, rtol=1e-6, atol=1e-7)
+    assert len(choice.step.plan.buckets) == len(choice.best.plan.buckets)
+
+
+@aot
+def test_a_step_of_several_programs_is_refused(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2), schedule="staged")
+    with pytest.raises(ValueError, match="schedule='staged'; give it 'fused'"):
+        fddp.tune(step, step.init(jnp.ones(())), jnp.ones(4), target="h100:2")
+
+
+def test_an_unknown_target_is_refused_by_name(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
+    with pytest.raises(ValueError, match=r"a100, h100, h200.*got 'b300:8'"):
+        fddp.tune(step, step.init(jnp.ones(())), jnp.ones(4), target="b300:8")
+
+
+def test_a_missing_compiler_is_named(group, monkeypatch):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
+    state = step.init(jnp.ones(()))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.startswith("jax_plugins") else find(name)
+    )
+    with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
+        fddp.tune(step, state, jnp.ones(4), target="h100:2")
+
+
+def test_a_target_goes_with_a_step_and_a_loss_with_none(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
+    with pytest.raises(TypeError, match="got TrainStep and target=None"):
+        fddp.tune(step, None, None)
+    with pytest.raises(TypeError, match="got function and target='h100:2'"):
+        fddp.tune(square, optax.sgd(0.1), jnp.ones(()), jnp.ones(4), target="h100:2")
