@@ -174,7 +174,7 @@ def test_training_overwrites_what_is_damaged(trained: Path, group: Callable[[int
 def test_where_none_is_whole_nobody_begins_anew_unawares(trained: Path, group: Callable[[int], fddp.Group]):
     for path in trained.rglob("manifest.ocdbt"):
         path.write_bytes(b"nothing")
-    with pytest.raises(RuntimeError, match=r"none of the checkpoints is whole: step 6 \((?s:.*)step 2 \("):
+    with pytest.raises(RuntimeError, match=r"none of the checkpoints in .* is whole: step 6 \((?s:.*)step 2 \("):
         restored(trained, group(2))
 
 
