@@ -1,4 +1,4 @@
-"""Ranks save and restore together; rank 0 alone sees the folder."""
+"""Ranks save and restore together: states in shards each its part; of others rank 0 alone need see the folder."""
 
 import io
 import shutil
@@ -29,12 +29,39 @@ def folder(group: fddp.Group) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@contextmanager
+def shared_folder(group: fddp.Group) -> Iterator[Path]:
+    """An empty folder that all ranks see."""
+    path = Path(group.broadcast_object(tempfile.mkdtemp() if group.rank == 0 else None))
+    yield path
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(path)
+
+
 def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
     """A step whose hook remembers something else on each rank."""
     loss = lambda p, x, *, rng: jnp.mean((x * jax.random.normal(rng, x.shape) @ p["w"] + p["b"]) ** 2)  # noqa: E731
     step = fddp.train_step(loss, optax.adam(0.1), group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
     params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
     return step, step.init(params, rng=jax.random.key(2))
+
+
+def in_shards(group: fddp.Group, shard: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A step whose leaves are cut with padding, layer by layer, or into fewer parts than there are replicas."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"] + p["b"], p["stack"])
+        return jnp.mean(h**2) + p["one"][0] ** 2
+
+    step = fddp.train_step(loss, optax.adam(0.1), group=group, shard=shard)
+    stack = np.sin(np.arange(3 * 20 * 20, dtype=np.float32)).reshape(3, 20, 20)
+    params = {"w": np.ones((3, 20), np.float32), "b": np.zeros(20, np.float32), "stack": stack, "one": np.ones(1)}
+    return step, step.init(jax.tree.map(np.float32, params))
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def train(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState, until: int) -> fddp.TrainState:
@@ -53,18 +80,40 @@ def own(state: fddp.TrainState) -> list[bytes]:
 @claim()
 def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
     calm = train(group, *make(group), 9)
-    with folder(group) as path:
-        step, state = make(group)
-        with fddp.Checkpoints(path, step, every=5) as checkpoints:
-            state = train(group, step, state, 5)
-            assert checkpoints.save(state, {"shard": 3})
-        step, fresh = make(group)
-        with fddp.Checkpoints(path, step, every=5) as checkpoints, redirect_stderr(io.StringIO()) as told:
-            state, place = checkpoints.restore(fresh)
-        assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
-        assert place == {"shard": 3}
-        assert int(state.step) == 5
-        assert own(train(group, step, state, 9)) == own(calm)
+    for place in (folder, shared_folder):
+        with place(group) as path:
+            step, state = make(group)
+            with fddp.Checkpoints(path, step, every=5) as checkpoints:
+                state = train(group, step, state, 5)
+                assert checkpoints.save(state, {"shard": 3})
+            step, fresh = make(group)
+            with fddp.Checkpoints(path, step, every=5) as checkpoints, redirect_stderr(io.StringIO()) as told:
+                state, data = checkpoints.restore(fresh)
+            assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
+            assert data == {"shard": 3}
+            assert int(state.step) == 5
+            assert own(train(group, step, state, 9)) == own(calm)
+
+
+@claim()
+def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: fddp.Group):
+    loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
+    alone = lambda: fddp.train_step(loss, fddp.local_steps(optax.adam(0.1), every=3), group=group)  # noqa: E731
+    together = lambda: fddp.train_step(loss, optax.adam(0.1), group=group, shard="optimizer")  # noqa: E731
+    params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
+    rows = np.split(ROWS[0], group.processes)[group.rank]
+    for make in (alone, together):
+        with shared_folder(group) as path:
+            step = make()
+            state, _ = step(step.init(params), rows)
+            like = make().init(params)
+            if make is together:
+                state, _ = step.no_sync(state, rows)
+                like, _ = make().no_sync(like, 0 * rows)
+            with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
+                checkpoints.save(state, now=True)
+                again, _ = checkpoints.restore(like)
+            assert own(again) == own(state) != own(like)
 
 
 @claim()
@@ -73,3 +122,36 @@ def what_rank_0_cannot_open_is_an_error_on_every_rank(group: fddp.Group):
     with tempfile.NamedTemporaryFile() as file:
         message = error_of(lambda: fddp.Checkpoints(file.name, step), RuntimeError)
     assert "checkpoints in" in message and "rank 0: FileExistsError" in message, message
+
+
+@claim(quick=("mpi", "gloo"))
+def a_state_in_shards_is_written_by_all_ranks_and_read_in_all_shards(group: fddp.Group):
+    kinds: tuple[Any, ...] = ("state", "optimizer", None)
+    for saved in kinds:
+        step, state = in_shards(group, saved)
+        state = train(group, step, state, 2)
+        expected = bits(fddp.whole(state, group=group))
+        with shared_folder(group) as path:
+            with fddp.Checkpoints(path, step) as checkpoints:
+                assert checkpoints.save(state, now=True)
+            files = [file for file in path.rglob("*") if file.is_file()]
+            mine = sum(file.stat().st_size for file in files if file.relative_to(path).parts[1] == str(group.rank))
+            assert (mine > 3000) == (saved is not None or group.rank == 0), mine
+            for wanted in kinds:
+                other, like = in_shards(group, wanted)
+                for form in (like, other.shapes(jax.tree.map(np.asarray, fddp.whole(like.params, group=group)))):
+                    with fddp.Checkpoints(path, other) as checkpoints, redirect_stderr(io.StringIO()):
+                        again, _ = checkpoints.restore(form)
+                    assert jax.tree.structure(again) == jax.tree.structure(like)
+                    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, like)
+                    assert bits(fddp.whole(again, group=group)) == expected
+                train(group, other, again, 3)
+
+
+@claim()
+def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group: fddp.Group):
+    step, _ = in_shards(group, "optimizer")
+    with folder(group) as path:
+        message = error_of(lambda: fddp.Checkpoints(path, step))
+    others = list(range(1, group.processes))
+    assert f"ranks {others} do not see" in message and "shard='optimizer' each rank writes its part" in message
