@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,12 +47,13 @@ def report_failure(begun: Path, rank: int, error: Exception) -> None:
     """
     shutil.rmtree(part(begun, rank), ignore_errors=True)
     with suppress(OSError):  # an empty file says it, too
+        begun.mkdir(exist_ok=True)
         _failed(begun, rank).touch()
         _failed(begun, rank).write_text(f"{type(error).__name__}: {error}")
 
 
-def collected(begun: Path, ranks: Iterable[int], ending: Callable[[], bool]) -> dict[str, str]:
-    """Waits until all ranks have written their parts.
+def collected(begun: Path, ranks: Sequence[int], ending: Callable[[], bool]) -> dict[str, str]:
+    """Waits until all ranks have written their parts, or could not: then nobody writes there any more.
 
     Args:
       begun: the checkpoint.
@@ -68,24 +69,18 @@ def collected(begun: Path, ranks: Iterable[int], ending: Callable[[], bool]) -> 
     """
     begin = time.monotonic()
     pause = 0.01
+    while missing := _missing(begun, ranks):
+        waited = time.monotonic() - begin
+        if waited > (ENDING_S if ending() else WAIT_S):
+            raise TimeoutError(f"rank {missing[0]} has not written its part, {waited:.0f} s after rank 0's")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
     files = dict[str, str]()
-    missing = set(ranks)
-    while missing:
-        # The whole folder is read, as a network's file system looks up at its server what is opened anew.
-        there = {path.name for path in begun.iterdir()}
-        for rank in sorted(missing):
-            if _failed(begun, rank).name in there:
-                raise RuntimeError(f"rank {rank} could not write its part: {_failed(begun, rank).read_text()}")
-            if _done(begun, rank).name in there:
-                files |= json.loads(_done(begun, rank).read_bytes())
-                _done(begun, rank).unlink()
-                missing.remove(rank)
-        if missing and time.monotonic() - begin > (ENDING_S if ending() else WAIT_S):
-            waited = time.monotonic() - begin
-            raise TimeoutError(f"rank {min(missing)} has not written its part, {waited:.0f} s after rank 0's")
-        if missing:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+    for rank in ranks:
+        if _failed(begun, rank).exists():
+            raise RuntimeError(f"rank {rank} could not write its part: {_failed(begun, rank).read_text()}")
+        files |= json.loads(_done(begun, rank).read_bytes())
+        _done(begun, rank).unlink()
     return files
 
 
@@ -106,6 +101,13 @@ def not_seen(group: Group, met: Path) -> list[int]:
     if group.rank == 0:
         shutil.rmtree(met, ignore_errors=True)
     return np.flatnonzero(~there).tolist()
+
+
+def _missing(begun: Path, ranks: Sequence[int]) -> list[int]:
+    """The ranks that have reported nothing yet."""
+    # The whole folder is read, as a network's file system looks up at its server what is opened anew.
+    there = {path.name for path in begun.iterdir()}
+    return [rank for rank in ranks if not there & {_done(begun, rank).name, _failed(begun, rank).name}]
 
 
 def _done(begun: Path, rank: int) -> Path:

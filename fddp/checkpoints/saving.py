@@ -60,20 +60,29 @@ def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callab
       The error that was told, or None.
     """
     rank = folder.group.rank
+    failure = None
     try:
         write(part(begun, rank), (saved.leaves.pop() for _ in range(len(saved.leaves))))
         report(begun, rank)
-        if rank == 0:
-            files = collected(begun, saved.writers, ending)
-            join(begun, [part(begun, writer) for writer in saved.writers])
-            files |= digests(begun, begun, files)
-            finish(folder.path, begun, saved.number, saved.listed._replace(files=files), keep)
     except Exception as error:  # training goes on without it, and may have more room the next time
-        which = f"rank {rank}'s part of " if rank else ""
-        say(f"{which}the checkpoint of step {saved.number} could not be written: {type(error).__name__}: {error}")
-        if rank:
-            report_failure(begun, rank, error)
-        else:
+        failure = error
+        report_failure(begun, rank, error)
+    if rank == 0:
+        try:
+            _finish(folder, begun, saved, keep, ending)
+        except Exception as error:
+            failure = failure or error
             rmtree(begun, ignore_errors=True)
-        return error.with_traceback(None)  # which would keep what was to be written
-    return None
+    if failure is None:
+        return None
+    which = f"rank {rank}'s part of " if rank else ""
+    say(f"{which}the checkpoint of step {saved.number} could not be written: {type(failure).__name__}: {failure}")
+    return failure.with_traceback(None)  # which would keep what was to be written
+
+
+def _finish(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> None:
+    """Makes a checkpoint of what all ranks have written, once they have."""
+    files = collected(begun, saved.writers, ending)
+    join(begun, [part(begun, writer) for writer in saved.writers])
+    files |= digests(begun, begun, files)
+    finish(folder.path, begun, saved.number, saved.listed._replace(files=files), keep)

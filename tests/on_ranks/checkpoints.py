@@ -1,12 +1,14 @@
 """Ranks save and restore together: states in shards each its part; of others rank 0 alone need see the folder."""
 
 import io
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import optax
 from on_ranks.claims import claim, error_of
 
 import fddp
+from fddp.checkpoints import reports, saving
 
 ROWS = np.random.default_rng(3).normal(size=(12, 24, 3)).astype(np.float32)
 
@@ -155,3 +158,145 @@ def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group:
         message = error_of(lambda: fddp.Checkpoints(path, step))
     others = list(range(1, group.processes))
     assert f"ranks {others} do not see" in message and "shard='optimizer' each rank writes its part" in message
+
+
+### What happens to ranks and their files
+
+
+@contextmanager
+def full_disk(here: bool) -> Iterator[None]:
+    """No file of this rank may have more than some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40 if here else before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def numbers(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@contextmanager
+def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list[bytes]]]:
+    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and what this rank then had."""
+    step, state = in_shards(group, "state")
+    with shared_folder(group) as path:
+        with fddp.Checkpoints(path, step, every=1) as checkpoints:
+            state = train(group, step, state, 1)
+            checkpoints.save(state)
+            first = own(state)
+            state = train(group, step, state, 2)
+            checkpoints.save(state)
+            second = own(state)
+        yield path, first, second
+
+
+def restored(group: fddp.Group, path: Path) -> tuple[fddp.TrainState, str]:
+    """The newest checkpoint, and what rank 0 says."""
+    step, like = in_shards(group, "state")
+    with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()) as told:
+        state, _ = checkpoints.restore(like)
+    return state, "".join(group.all_gather_object(told.getvalue()))
+
+
+@claim()
+def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_before(group: fddp.Group):
+    with two_checkpoints(group) as (path, first, second):
+        assert own(restored(group, path)[0]) == second
+        for rank in [*range(group.processes), "d", "manifest.ocdbt"]:
+            place = path / "2" / str(rank)
+            file = max(
+                (file for file in place.rglob("*") if file.is_file()), key=lambda x: x.stat().st_size, default=place
+            )
+            data = file.read_bytes()
+            group.barrier()
+            if group.rank == 0:
+                file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+            group.barrier()
+            state, told = restored(group, path)
+            assert own(state) == first
+            assert told.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1, told
+            group.barrier()
+            if group.rank == 0:
+                file.write_bytes(data)
+            group.barrier()
+        if group.rank == 0:
+            shutil.rmtree(path / "2" / "1")
+        group.barrier()
+        state, told = restored(group, path)
+        assert own(state) == first and "is missing" in told
+
+
+@claim()
+def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(group: fddp.Group):
+    for rank in (0, group.processes - 1):
+        with two_checkpoints(group) as (path, _, _):
+            step, like = in_shards(group, "state")
+            with redirect_stderr(io.StringIO()) as told:
+                checkpoints = fddp.Checkpoints(path, step, every=1)
+                state, _ = checkpoints.restore(like)
+                with full_disk(group.rank == rank):
+                    state = train(group, step, state, 3)
+                    checkpoints.save(state)
+                    checkpoints._writing.result()
+                    group.barrier()  # rank 0 has given up
+                assert numbers(path) == ["1", "2"], numbers(path)
+                state = train(group, step, state, 4)
+                checkpoints.save(state)  # there is room again
+                checkpoints.close()
+            assert [name for name in numbers(path) if "." not in name] == ["1", "2", "4"], numbers(path)
+            words = "".join(group.all_gather_object(told.getvalue()))
+            assert "the checkpoint of step 3 could not be written" in words
+            assert (f"rank {rank} could not write its part" in words) == (rank != 0), words
+            assert own(restored(group, path)[0]) == own(state)
+            step, like = in_shards(group, "state")
+            with redirect_stderr(io.StringIO()):
+                checkpoints = fddp.Checkpoints(path, step, every=1)
+                state, _ = checkpoints.restore(like)
+                with full_disk(group.rank == rank):
+                    checkpoints.save(train(group, step, state, 5))
+                    message = error_of(checkpoints.close, Exception)
+            assert f"rank {rank}" in message, message
+
+
+@claim()
+def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Group):
+    """As if it had died, or its files did not come through, and nobody had seen it."""
+    with two_checkpoints(group) as (path, _, second):
+        step, like = in_shards(group, "state")
+        with redirect_stderr(io.StringIO()) as told:
+            checkpoints = fddp.Checkpoints(path, step, every=1)
+            state, _ = checkpoints.restore(like)
+            state = train(group, step, state, 3)
+            with mock.patch.object(reports, "WAIT_S", 0.5), mock.patch.object(saving, "report", silent):
+                checkpoints.save(state)
+                checkpoints._writing.result()
+            train(group, step, state, 4)
+            message = error_of(checkpoints.close, Exception)
+        last = group.processes - 1
+        assert f"rank {last} has not written its part" in message, message
+        assert ("could not be written: TimeoutError" in told.getvalue()) == (group.rank == 0)
+        state, _ = restored(group, path)
+        assert own(state) == second and numbers(path) == ["1", "2"]
+
+
+def silent(begun: Path, rank: int) -> None:
+    """Reports, but for the last rank of all."""
+    if rank < fddp.init().processes - 1:
+        reports.report(begun, rank)
+
+
+@claim()
+def an_error_in_training_ends_without_waiting_for_ranks_that_write_nothing(group: fddp.Group):
+    with two_checkpoints(group) as (path, _, _):
+        step, state = in_shards(group, "state")
+        waits = mock.patch.object(reports, "ENDING_S", 0.1)
+        reported = mock.patch.object(saving, "report", silent)
+        opened = fddp.Checkpoints(path, step)
+        with waits, reported, redirect_stderr(io.StringIO()), suppress(InterruptedError), opened as checkpoints:
+            checkpoints.save(train(group, step, state, 5), now=True)
+            raise InterruptedError
+        group.barrier()
+        assert [name for name in numbers(path) if "." not in name] == ["1", "2"]

@@ -158,10 +158,14 @@ def trained(folder: Path, *words: str, faults: tuple[str, ...] = ()) -> tuple[An
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("shard", ["", "state"])
 @pytest.mark.parametrize(
     "by", [("--by", "processes", "-n", "2"), pytest.param(("--by", "mpiexec", "-n", "3"), marks=pytest.mark.slow)]
 )
-def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(by: tuple[str, ...], tmp_path: Path):
+def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(
+    by: tuple[str, ...], shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SHARD", shard)
     if "mpiexec" in by and launcher() is None:
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     calm, _ = trained(tmp_path / "calm", *by)
@@ -189,7 +193,9 @@ def test_a_rank_that_is_lost_for_good_costs_no_bit_where_replicas_are_virtual(
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_who_is_told_to_end_saves_and_ends_all_well(tmp_path: Path):
+@pytest.mark.parametrize("shard", ["", "state"])
+def test_who_is_told_to_end_saves_and_ends_all_well(shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARD", shard)
     command = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--"]
     command += [sys.executable, str(WORKERS / "resumes.py"), str(tmp_path), "1000000"]
     job = subprocess.Popen(command, env=os.environ | ENV, stderr=subprocess.PIPE, text=True)

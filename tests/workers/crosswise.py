@@ -23,7 +23,10 @@ ROWS = np.sin(np.arange(24 * 3, dtype=np.float32)).reshape(24, 3)
 
 @cache
 def make(group: fddp.Group, shard: str) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step that leaves its first state as it is, with leaves of several dtypes, cut with padding, layer by layer, or into fewer parts than replicas."""
+    """A step with leaves of several dtypes, cut with padding, layer by layer, or into fewer parts than replicas.
+
+    It leaves its first state as it is.
+    """
 
     def loss(p: Any, x: Any, *, rng: Any) -> jax.Array:
         x = x + 0.1 * jax.random.normal(rng, x.shape)
