@@ -1,7 +1,7 @@
 """A training that is killed now and then and goes on: `resumes.py FOLDER STEPS RANK:STEP ...`.
 
-With VIRTUAL_REPLICAS it has so many, and no hook; with SHARD its state lies in shards. The rank kills itself before the step, once. At the end rank 0 writes
-FOLDER/end.json: all losses, and the state's bits.
+With VIRTUAL_REPLICAS it has so many, and no hook; with SHARD its state lies in shards. The rank kills itself before the
+step, once. At the end rank 0 writes FOLDER/end.json: all losses, and the state's bits.
 """
 
 import hashlib
