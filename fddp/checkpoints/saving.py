@@ -20,7 +20,7 @@ class Saved(NamedTuple):
     number: int
     """The step after which it was made."""
     leaves: list[Leaf]
-    """What this rank writes."""
+    """The arrays that this rank writes, with its pieces of them."""
     listed: Listed
     """The checkpoint's list, without files."""
     writers: Sequence[int]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from problems import with_dropout
 from trees import bits, same_arrays
 
@@ -346,3 +347,42 @@ def test_two_leaves_of_one_name_are_not_saved_as_one(group: Callable[[int], fddp
     state = step.init({"a/b": np.ones(()), "a": {"b": np.ones(())}})
     with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(ValueError, match="are called 'params/a/b'"):
         checkpoints.save(state)  # which is not due
+
+
+### Where arrays lie
+
+
+def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
+    devices = np.array(jax.devices()[:4])
+    for mesh in (Mesh(devices.reshape(2, 2), ("replica", "model")), Mesh(devices.reshape(1, 4), ("replica", "model"))):
+        step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), group=fddp.mesh_group(mesh))
+        first = jax.device_put(np.ones((3, 8), np.float32), NamedSharding(mesh, PartitionSpec(None, "model")))
+        like = step.init(first)
+        with fddp.Checkpoints(tmp_path, step) as checkpoints:
+            again, _ = checkpoints.restore(like)
+            if again is like:
+                state, _ = step(like, ROWS[:8])
+                assert checkpoints.save(state, now=True)
+                saved = bits(state)
+                with pytest.raises(ValueError, match="a form does not say where the parts of .* lie along 'model'"):
+                    checkpoints.restore(step.shapes(first))
+            else:
+                assert bits(again) == saved
+                assert again.params.sharding == first.sharding
+
+
+def test_a_form_has_no_memory_for_hooks_of_other_replicas(
+    trained: Path, group: Callable[[int], fddp.Group], restored: Restored, make: Make
+):
+    step, state = make(group(4))
+    form = step.shapes(
+        {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32), "empty": np.zeros((0, 2), np.float32)},
+        model_state=np.zeros(3, np.float32),
+        rng=jax.random.key(1),
+    )
+    with fddp.Checkpoints(trained, step) as checkpoints:
+        if jax.tree.leaves(state.hook_state):
+            with pytest.raises(ValueError, match="is of 2 replicas and these are 4: what the hook"):
+                checkpoints.restore(form)
+        else:
+            same_arrays(checkpoints.restore(form)[0], restored(trained, group(4))[1])

@@ -160,6 +160,22 @@ def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group:
     assert f"ranks {others} do not see" in message and "shard='optimizer' each rank writes its part" in message
 
 
+@claim(sizes=(3, 4))
+def ranks_of_a_subgroup_save_and_restore_by_themselves(group: fddp.Group):
+    if group.rank == 0:
+        return
+    some = group.subgroup(range(1, group.size))
+    step, state = in_shards(some, "state")
+    state = train(some, step, state, 2)
+    with shared_folder(some) as path, redirect_stderr(io.StringIO()):
+        with fddp.Checkpoints(path, step) as checkpoints:
+            checkpoints.save(state, now=True)
+        step, like = in_shards(some, "state")
+        with fddp.Checkpoints(path, step) as checkpoints:
+            again, _ = checkpoints.restore(like)
+    assert own(again) == own(state)
+
+
 ### What happens to ranks and their files
 
 
