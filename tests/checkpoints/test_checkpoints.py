@@ -364,7 +364,7 @@ def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
                 state, _ = step(like, ROWS[:8])
                 assert checkpoints.save(state, now=True)
                 saved = bits(state)
-                with pytest.raises(ValueError, match="a form does not say where the parts of .* lie along 'model'"):
+                with pytest.raises(ValueError, match=r"a form does not say where the parts of .* lie along 'model'"):
                     checkpoints.restore(step.shapes(first))
             else:
                 assert bits(again) == saved
