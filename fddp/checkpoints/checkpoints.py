@@ -124,7 +124,7 @@ class Checkpoints:
         if self._group.rank in saved.writers:
             # No two objects begin to write in one place, be it that one is of a job that was thought dead.
             begun = self._path / f"{number}.begun.{self._token}.{self._saves}"
-            self._writing = self._writer.submit(written, self._folder, begun, saved, self._keep, self._ending)
+            self._writing = self._writer.submit(written, self._folder, begun, saved, self._keep, self._failed.is_set)
         journal.between()
         return True
 
@@ -185,7 +185,3 @@ class Checkpoints:
     @property
     def _group(self) -> Group:
         return self._step.group
-
-    def _ending(self) -> bool:
-        """Whether training has ended with an error, here at least."""
-        return self._failed.is_set() or not threading.main_thread().is_alive()

@@ -43,10 +43,11 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
 
     def open_folder() -> None:
         check_installed()
-        opened(path)
-        meeting.mkdir()
+        if group.rank == 0:
+            opened(path)
+            meeting.mkdir()
 
-    on_rank_0(alone, open_folder)
+    on_all(alone, open_folder)
     blind = not_seen(group, meeting)
     if blind and shard:
         raise ValueError(

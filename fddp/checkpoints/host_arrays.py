@@ -27,7 +27,7 @@ from fddp.checkpoints.state_forms import (
     word_form,
     words,
 )
-from fddp.checkpoints.stored_arrays import Index, Leaf, Read
+from fddp.checkpoints.stored_arrays import Index, Portion, Read
 from fddp.comm import REPLICATED, Group
 from fddp.sharding import whole
 from fddp.step import TrainState
@@ -38,7 +38,7 @@ def lies_apart(group: Group, state: TrainState) -> bool:
     return any(is_shard(x) or is_row(group, name) or not _here(x) for name, x in named(state).items())
 
 
-def held(group: Group, state: TrainState) -> list[Leaf]:
+def held(group: Group, state: TrainState) -> list[Portion]:
     """The pieces of a state that this process writes, in memory of their own.
 
     Args:
@@ -48,11 +48,11 @@ def held(group: Group, state: TrainState) -> list[Leaf]:
     Returns:
       The arrays of which it has pieces.
     """
-    leaves = [_held(group, name, x) for name, x in named(state).items()]
-    return [leaf._replace(pieces=_copied(leaf.pieces)) for leaf in leaves if leaf.pieces and prod(leaf.dims)]
+    portions = [_held(group, name, x) for name, x in named(state).items()]
+    return [one._replace(pieces=_copied(one.pieces)) for one in portions if one.pieces and prod(one.dims)]
 
 
-def gathered(group: Group, state: TrainState) -> list[Leaf]:
+def gathered(group: Group, state: TrainState) -> list[Portion]:
     """All of a state in arrays of rank 0; every rank calls it, for what is a rank's own is sent.
 
     Args:
@@ -62,7 +62,7 @@ def gathered(group: Group, state: TrainState) -> list[Leaf]:
     Returns:
       The arrays; none on the other ranks.
     """
-    leaves = list[Leaf]()
+    portions = list[Portion]()
     for name, x in named(state).items():
         x = words(whole(stacked(x, group.size) if is_shard(x) else x, group=group))
         if is_row(group, name):
@@ -70,8 +70,8 @@ def gathered(group: Group, state: TrainState) -> list[Leaf]:
         elif not _here(x):
             x = jax.block_until_ready(_gathering(x.sharding.mesh)(x))
         if group.rank == 0 and x.size:
-            leaves.append(_everything(name, np.array(x)))
-    return leaves
+            portions.append(_everything(name, np.array(x)))
+    return portions
 
 
 def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState) -> TrainState:
@@ -106,20 +106,20 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
     return tree.unflatten([x if name in forgotten else _laid(group, name, x, filled) for name, x in leaves.items()])
 
 
-def _held(group: Group, name: str, x: Any) -> Leaf:
+def _held(group: Group, name: str, x: Any) -> Portion:
     """An array, and the pieces of it that this process writes."""
     if is_shard(x):
         return _held_columns(group, name, stacked(x, group.size))
     x = words(x)
     if is_row(group, name):
-        return Leaf(name, (group.size, *x.shape[1:]), x.shape, [(_own_row(group, x), x)])
+        return Portion(name, (group.size, *x.shape[1:]), x.shape, [(_own_row(group, x), x)])
     if _on_mesh(x):
         pieces = [(_closed(one.index, x.shape), one.data) for one in x.addressable_shards if one.replica_id == 0]
-        return Leaf(name, x.shape, x.sharding.shard_shape(x.shape), pieces)
-    return _everything(name, x) if group.rank == 0 else Leaf(name, x.shape, x.shape, ())
+        return Portion(name, x.shape, x.sharding.shard_shape(x.shape), pieces)
+    return _everything(name, x) if group.rank == 0 else Portion(name, x.shape, x.shape, ())
 
 
-def _held_columns(group: Group, name: str, x: Shard) -> Leaf:
+def _held_columns(group: Group, name: str, x: Shard) -> Portion:
     """The columns of a shard that this process holds, without padding."""
     depth, columns, width = _columns(group, x)
     pieces = list[tuple[Index, Any]]()
@@ -128,7 +128,7 @@ def _held_columns(group: Group, name: str, x: Shard) -> Leaf:
         if begin < end:
             mine = np.asarray(part).reshape(depth, width)[:, : end - begin]
             pieces.append(((slice(0, depth), slice(begin, end)), mine))
-    return Leaf(name, (depth, columns), (depth, width), pieces)
+    return Portion(name, (depth, columns), (depth, width), pieces)
 
 
 def _own_parts(group: Group, x: Shard) -> Iterator[tuple[int, Any]]:
@@ -141,8 +141,8 @@ def _own_parts(group: Group, x: Shard) -> Iterator[tuple[int, Any]]:
         yield _replica(one.index, one.data.shape), one.data
 
 
-def _everything(name: str, x: Any) -> Leaf:
-    return Leaf(name, x.shape, x.shape, [(_closed((), x.shape), x)])
+def _everything(name: str, x: Any) -> Portion:
+    return Portion(name, x.shape, x.shape, [(_closed((), x.shape), x)])
 
 
 def _copied(pieces: Iterable[tuple[Index, Any]]) -> list[tuple[Index, np.ndarray]]:

@@ -10,7 +10,7 @@ from fddp.checkpoints.folder import Folder, say
 from fddp.checkpoints.host_arrays import gathered, held, lies_apart
 from fddp.checkpoints.reports import collected, part, report, report_failure
 from fddp.checkpoints.state_forms import form, named
-from fddp.checkpoints.stored_arrays import Leaf, join, write
+from fddp.checkpoints.stored_arrays import Portion, join, write
 from fddp.step import TrainState
 
 
@@ -19,7 +19,7 @@ class Saved(NamedTuple):
 
     number: int
     """The step after which it was made."""
-    leaves: list[Leaf]
+    portions: list[Portion]
     """The arrays that this rank writes, with its pieces of them."""
     listed: Listed
     """The checkpoint's list, without files."""
@@ -41,9 +41,9 @@ def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
     """
     group, _, shared = folder
     together = shared and lies_apart(group, state)
-    leaves = held(group, state) if shared else gathered(group, state)
+    portions = held(group, state) if shared else gathered(group, state)
     forms = {name: form(group, name, x) for name, x in named(state).items()}
-    return Saved(number, leaves, Listed(told, forms, {}), range(group.processes if together else 1))
+    return Saved(number, portions, Listed(told, forms, {}), range(group.processes if together else 1))
 
 
 def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> Exception | None:
@@ -62,7 +62,7 @@ def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callab
     rank = folder.group.rank
     failure = None
     try:
-        write(part(begun, rank), (saved.leaves.pop() for _ in range(len(saved.leaves))))
+        write(part(begun, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
         report(begun, rank)
     except Exception as error:  # training goes on without it, and may have more room the next time
         failure = error

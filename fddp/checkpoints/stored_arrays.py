@@ -20,10 +20,11 @@ Index: TypeAlias = tuple[slice, ...]
 Read: TypeAlias = Callable[[str, tuple[int, ...], Index], np.ndarray]
 
 
-class Leaf(NamedTuple):
+class Portion(NamedTuple):
     """An array of a checkpoint, as far as one process writes it."""
 
     name: str
+    """Its path in the state."""
     dims: tuple[int, ...]
     """Dims of the whole array."""
     chunk: tuple[int, ...]
@@ -44,12 +45,12 @@ def check_installed() -> None:
         raise ModuleNotFoundError("fddp.Checkpoints needs TensorStore: pip install 'fddp[checkpoint]'.") from error
 
 
-def write(folder: Path, leaves: Iterable[Leaf]) -> None:
+def write(folder: Path, portions: Iterable[Portion]) -> None:
     """Writes one process's pieces.
 
     Args:
       folder: of this process; it is made.
-      leaves: arrays with at least one element; taken one by one, so that what is written need not be kept.
+      portions: of arrays with at least one element; taken one by one, so that what is written need not be kept.
 
     Raises:
       Exception: TensorStore's, if the disk is full, say.
@@ -60,13 +61,13 @@ def write(folder: Path, leaves: Iterable[Leaf]) -> None:
     # What is written in one transaction is one file.
     transaction = ts.Transaction()
     size = 0
-    for leaf in leaves:
-        for place, x in leaf.pieces:
+    for one in portions:
+        for place, x in one.pieces:
             array = ts.open(
-                _spec(folder, leaf.name) | {"metadata": {"compressor": None}, "store_data_equal_to_fill_value": True},
+                _spec(folder, one.name) | {"metadata": {"compressor": None}, "store_data_equal_to_fill_value": True},
                 dtype=ts.dtype(x.dtype),
-                shape=leaf.dims,
-                chunk_layout=ts.ChunkLayout(chunk_shape=leaf.chunk),
+                shape=one.dims,
+                chunk_layout=ts.ChunkLayout(chunk_shape=one.chunk),
                 create=True,
                 open=True,
                 context=context,
