@@ -50,7 +50,7 @@ def main(folder: Path, steps: int, *kills: str) -> None:
                 killed = folder / f"killed {kill}"
                 if kill == f"{group.rank}:{int(state.step)}" and not killed.exists():
                     killed.touch()
-                    time.sleep(1.0)  # meanwhile the last checkpoint is written
+                    time.sleep(float(os.environ.get("BEFORE_KILL_S", 1)))  # meanwhile the last checkpoint is written
                     os.kill(os.getpid(), signal.SIGKILL)
             state, info = step(state, ROWS[number])
             losses.append(float(info.loss))
