@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from fddp.modules.flax import from_linen as from_linen
     from fddp.modules.flax import from_nnx as from_nnx
 
-# Loaded when they are used: observers, and what needs Flax or Orbax.
+# Loaded when they are used: observers, and what needs Flax or TensorStore.
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),

@@ -35,7 +35,7 @@ def main(
     """Trains on Python's own sources.
 
     Args:
-      folder: for the checkpoints; rank 0 reads and writes it.
+      folder: for the checkpoints; rank 0 at least must see it.
       every: steps between two of them.
       steps: updates of the parameters.
       batch: rows a step, over all replicas.

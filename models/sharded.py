@@ -33,7 +33,8 @@ def main(steps: int = 200, batch: int = 16, save: Path | None = None, seed: int 
     Args:
       steps: updates of the parameters.
       batch: rows a step, over all replicas.
-      save: a folder for a checkpoint of the end, which goes on on any number of replicas, with `shard` or without.
+      save: a folder that all ranks see, for a checkpoint of the end, which goes on on any number of replicas, with
+        `shard` or without.
       seed: decides the first parameters and the order of rows.
       quick: few steps of a tiny model, as the tests run it.
     """
@@ -56,7 +57,7 @@ def main(steps: int = 200, batch: int = 16, save: Path | None = None, seed: int 
         if number == 1 or number % max(1, steps // 4) == 0:
             group.print(f"step {number}, loss {info.loss:.3f}")
 
-    # fddp.evaluate and fddp.Checkpoints put a state together by themselves; fddp.whole(state) does it for the rest.
+    # fddp.evaluate puts a state together by itself, and fddp.whole(state) does it for the rest.
     some = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(np.int32)
     loss, _ = fddp.evaluate(loss_fn, state, [{"tokens": some}], group=group)
     group.print(f"{loss / math.log(2):.4f} bits per byte of the held-out files")

@@ -1,27 +1,26 @@
 """A training that ended goes on from its newest whole checkpoint, bit for bit.
 
-Replicas are equal, so rank 0 writes for all, on a thread of its own while training goes on; when it reads, it hands
-round what it has read. So nothing depends on the backend, and little on the number of processes.
-
-Source: Orbax's `CheckpointManager`.
+Each rank writes what it alone holds, on a thread of its own while training goes on, and rank 0 what is equal on all.
+Where rank 0 alone sees the folder it writes for all, and hands round what it has read. Nothing depends on the backend.
 """
 
 import json
-import sys
-from collections.abc import Callable
+import secrets
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
 import numpy as np
 
-from fddp.checkpoints.files import Saved, newest, opened, unfinished, write
-from fddp.checkpoints.host_arrays import check_names, handed_round, laid, whole
-from fddp.comm import Group, nothing_to_compare, verify
+from fddp.checkpoints.folder import met, on_all
+from fddp.checkpoints.host_arrays import laid
+from fddp.checkpoints.restoring import newest, source
+from fddp.checkpoints.saving import taken, written
+from fddp.checkpoints.state_forms import named
+from fddp.comm import Group
 from fddp.step import TrainState
 from fddp.training import TrainStep
 
@@ -29,8 +28,9 @@ from fddp.training import TrainStep
 class Checkpoints:
     """Checkpoints of a training: saved now and then while it goes on, and the newest whole one to go on from.
 
-    Every rank makes one and calls the same; rank 0 alone reads and writes the folder. Of buffers that are not broadcast
-    rank 0's are saved, as in DDP.
+    Every rank makes one and calls the same. A state that lies in shards is written and read by all ranks, each its own
+    part; any other by rank 0 alone, if the others do not see the folder. Of buffers that are not broadcast rank 0's are
+    saved, as in DDP.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax, tempfile
@@ -52,16 +52,16 @@ class Checkpoints:
         """Opens a folder; every rank calls it.
 
         Args:
-          path: the folder, which rank 0 reads and writes. Where a restart may put rank 0 on another host, both must
-            see it.
+          path: the folder. With `shard` all ranks must see it, else rank 0. Where a restart may put rank 0 on another
+            host, both must see it.
           step: the step whose states are saved.
           every: after how many steps a state is saved.
           keep: how many of the newest to keep.
 
         Raises:
-          ValueError: a number below 1; or, on Gloo and NCCL, the group's rank 0 is not the job's.
+          ValueError: a number below 1; or the step has `shard`, and a rank does not see the folder; on every rank.
           TypeError: `step` is none.
-          ModuleNotFoundError: Orbax is not installed.
+          ModuleNotFoundError: TensorStore is not installed.
           RuntimeError: rank 0 cannot open the folder; on every rank.
         """
         if not isinstance(step, TrainStep):
@@ -76,19 +76,13 @@ class Checkpoints:
         # How many steps came before this object's, and the last number that was saved; None before a state is seen.
         self._before: int | None = None
         self._last = -1
+        self._saves = 0
         self._writer = ThreadPoolExecutor(1, "fddp-checkpoints")
         self._writing = Future[Exception | None]()
         self._writing.set_result(None)
-        self._manager: Any = None
-
-        def open_folder() -> None:
-            if jax.process_index():
-                raise ValueError(
-                    "rank 0 of the group must be the first process of jax.distributed, which Orbax writes by"
-                )
-            self._manager = opened(self._path)
-
-        self._on_rank_0(open_folder)
+        self._failed = threading.Event()
+        self._token = self._group.broadcast(np.frombuffer(secrets.token_bytes(4), np.uint8)).tobytes().hex()
+        self._folder = met(self._group, self._path, self._token, step.options.shard)
 
     def save(self, state: TrainState, place: Any = None, *, now: bool = False) -> bool:
         """Saves a state if so many steps have passed since the last time; call it after each step, on every rank.
@@ -112,7 +106,7 @@ class Checkpoints:
         """
         if self._before is None:
             # What cannot be saved is told now, not after `every` steps.
-            check_names(state)
+            named(state)
             json.dumps(place)
             self._before = int(state.step) - self._step.steps
             self._last = int(state.step) - 1
@@ -123,11 +117,14 @@ class Checkpoints:
         told = {"place": json.loads(json.dumps(place)), "replicas": self._group.size}
         journal = self._group.journal
         self._last = number
+        self._saves += 1
         journal.say(f"saving step {number}")
-        leaves = whole(self._group, state)
-        if self._group.rank == 0:
-            self._writing.result()
-            self._writing = self._writer.submit(self._write, Saved(number, leaves, told))
+        self._writing.result()  # or there would be two copies
+        saved = taken(self._folder, number, state, told)
+        if self._group.rank in saved.writers:
+            # No two objects begin to write in one place, be it that one is of a job that was thought dead.
+            begun = self._path / f"{number}.begun.{self._token}.{self._saves}"
+            self._writing = self._writer.submit(written, self._folder, begun, saved, self._keep, self._failed.is_set)
         journal.between()
         return True
 
@@ -137,7 +134,8 @@ class Checkpoints:
         Rank 0 names those that are damaged. On another number of replicas what hooks remember starts anew.
 
         Args:
-          state: a new one, from `step.init`: of its form, and on its devices, is what comes back.
+          state: a new one, from `step.init`: of its form, and on its devices, is what comes back. A form from
+            `step.shapes` will do, where a checkpoint exists and replicas are one device each: no first state is made.
 
         Returns:
           The state; the `place` that was saved with it, or None.
@@ -147,14 +145,17 @@ class Checkpoints:
             no form for; on every rank.
           RuntimeError: there are checkpoints, but none is whole; on every rank.
         """
-        saved = handed_round(self._group, self._on_rank_0(self._newest))
-        if saved is None:
+        group = self._group
+        found = newest(self._folder, lambda: self._writing.result())
+        if found is None:
             return state, None
-        state = laid(self._group, saved, state)
-        self._before = saved.number - self._step.steps
-        self._last = saved.number
-        self._group.journal.goes_on(saved.number)
-        return state, saved.told["place"]
+        number, listed = found
+        read = source(self._folder, number, listed)
+        state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
+        self._before = number - self._step.steps
+        self._last = number
+        group.journal.goes_on(number)
+        return state, listed.told["place"]
 
     def close(self) -> None:
         """Waits until all is written; every rank calls it.
@@ -166,11 +167,10 @@ class Checkpoints:
 
         def finish() -> None:
             self._writer.shutdown()
-            self._manager.close()
             if error := self._writing.result():
                 raise error
 
-        self._on_rank_0(finish)
+        on_all(self._folder, finish)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -179,41 +179,9 @@ class Checkpoints:
         if kind is None:
             self.close()
         else:  # the other ranks may be elsewhere
+            self._failed.set()
             self._writer.shutdown()
 
     @property
     def _group(self) -> Group:
         return self._step.group
-
-    def _on_rank_0(self, act: Callable[[], Any]) -> Any:
-        """Lets rank 0 act for all; its error is everybody's. Returns what rank 0 finds, and None on the others."""
-        mine = act if self._group.rank == 0 else lambda: None
-        return verify(self._group, f"checkpoints in {self._path}", mine, nothing_to_compare)
-
-    def _newest(self) -> Saved | None:
-        self._writing.result()
-        saved, damaged = newest(self._manager)
-        if begun := unfinished(self._manager):
-            _say(f"checkpoints in {self._path} that were not finished, and count as none: step {begun}.")
-        if damaged and saved is None:
-            raise RuntimeError(f"none of the checkpoints is whole: {'; '.join(damaged)}; to begin anew move them away.")
-        if damaged:
-            _say(f"checkpoints in {self._path} that are not whole: {'; '.join(damaged)}.")
-        if saved is not None:
-            _say(f"training goes on from step {saved.number}, from {self._path}.")
-            if (before := saved.told["replicas"]) != self._group.size:
-                _say(f"it was on {before} replicas and is on {self._group.size}; what hooks remember starts anew.")
-        return saved
-
-    def _write(self, saved: Saved) -> Exception | None:
-        try:
-            write(self._manager, saved, self._keep)
-        except Exception as error:  # training goes on without it, and may have more room the next time
-            _say(f"the checkpoint of step {saved.number} could not be written: {type(error).__name__}: {error}")
-            return error
-        return None
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # the disk that is full may be that of stderr
-        print(f"fddp: {line}", file=sys.stderr, flush=True)

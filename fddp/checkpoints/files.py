@@ -1,155 +1,149 @@
-"""Checkpoints as files, written with Orbax and read again by one process.
+"""A folder of checkpoints: each is a folder of its own, there as a whole or not at all.
 
-Orbax writes under another name and renames what is complete, so a process that is killed leaves the older ones as they
-were. Then a list of all files and their digests is written beside them: a checkpoint is whole if it has such a list and
-the files are as it says. They are compared before Orbax reads any: of damaged ones it may make numbers, or a noise.
+A checkpoint is written under another name, and renamed once it is complete: a process that is killed leaves the older
+ones as they were. In it lies a list of all files and their digests: a checkpoint is whole if it has such a list and the
+files are as it says. They are compared before any is read: of damaged ones a reader may make numbers, or a noise.
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
-from hashlib import blake2b
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 LIST = "fddp.json"
-Leaves = Mapping[str, np.ndarray]
+BEGUN = re.compile(r"\d+\.(orbax-checkpoint-tmp|begun).*|met\..*")
+"""Names of what is being written; Orbax wrote older checkpoints."""
 
 
-class Saved(NamedTuple):
-    """A checkpoint, in this process's memory."""
+class Listed(NamedTuple):
+    """The list of a checkpoint."""
 
-    number: int
-    """The step after which it was made."""
-    leaves: Leaves
-    """Its arrays by their paths."""
     told: Mapping[str, Any]
-    """Values that were saved beside them."""
+    """Values that were saved beside the arrays."""
+    forms: Mapping[str, tuple[str, Sequence[int]]]
+    """The dtype and the dims of each array, by its name."""
+    files: Mapping[str, str]
+    """The digest of each file, by its path in the checkpoint."""
 
 
-def opened(path: Path) -> Any:
-    """A folder of checkpoints, for one process of the job.
+def opened(path: Path) -> None:
+    """Makes a folder for checkpoints, and removes what a killed process began to write there.
 
     Args:
-      path: the folder; made if there is none. What a killed process began to write there is removed.
-
-    Returns:
-      An Orbax `CheckpointManager`.
+      path: the folder.
 
     Raises:
-      ModuleNotFoundError: Orbax is not installed.
       OSError: the folder cannot be made or read.
     """
-    try:
-        import orbax.checkpoint as ocp
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("fddp.Checkpoints needs Orbax: pip install 'fddp[checkpoint]'.") from error
     path.mkdir(parents=True, exist_ok=True)
-    # Orbax by itself would wait for all processes of jax.distributed.
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={0}, barrier_sync_key_prefix="fddp_checkpoints"
-    )
-    options = ocp.CheckpointManagerOptions(
-        create=False,
-        cleanup_tmp_directories=True,
-        enable_async_checkpointing=False,
-        multiprocessing_options=alone,
-    )
-    return ocp.CheckpointManager(path.absolute(), options=options)
+    for begun in path.iterdir():
+        if BEGUN.fullmatch(begun.name):
+            shutil.rmtree(begun, ignore_errors=True)
 
 
-def write(manager: Any, saved: Saved, keep: int) -> None:
-    """Writes a checkpoint; one of the same number is replaced, and older ones are removed once it is whole.
+def numbers(path: Path) -> tuple[list[int], list[int]]:
+    """Finds the checkpoints of a folder.
 
     Args:
-      manager: from `opened`.
-      saved: what to write.
+      path: the folder.
+
+    Returns:
+      The numbers of those that have a list, and of those that have none: a killed process has not finished them, or
+      somebody else wrote them, and they count as none. The newest come first.
+    """
+    found = sorted((int(entry.name) for entry in path.iterdir() if entry.name.isdecimal()), reverse=True)
+    finished = [number for number in found if (path / str(number) / LIST).exists()]
+    return finished, [number for number in reversed(found) if number not in finished]
+
+
+def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int) -> None:
+    """Makes a checkpoint of what is written; one of the same number is replaced, and older ones are removed.
+
+    Args:
+      path: the folder of checkpoints.
+      begun: what is written, in it.
+      number: of the new checkpoint.
+      listed: its list.
       keep: how many of the newest to keep.
 
     Raises:
-      OSError: the disk is full, say; nothing older is touched, and nothing of it stays.
+      OSError: the disk is full, say; nothing older is touched.
     """
-    import orbax.checkpoint as ocp
-
-    folder = Path(manager.directory)
-    number = saved.number
-    if number in manager.all_steps():  # a damaged one, or one of a run that went on from an older one
-        manager.delete(number)
-    try:
-        # Orbax refuses arrays without elements.
-        leaves = {name: x for name, x in saved.leaves.items() if x.size}
-        manager.save(number, args=ocp.args.StandardSave(leaves), force=True)
-        forms = {name: (str(x.dtype), x.shape) for name, x in saved.leaves.items()}
-        text = json.dumps({"told": saved.told, "forms": forms, "files": _files(folder / str(number))})
-        _write_at_once(folder / str(number) / LIST, json.dumps([_digest(text.encode()), text]))
-    except Exception:
-        for begun in [*folder.glob(f"{number}.orbax-checkpoint-tmp*"), folder / str(number)]:
-            shutil.rmtree(begun, ignore_errors=True)
-        manager.reload()
-        raise
-    older = [step for step in sorted(manager.all_steps()) if step < number and _finished(manager, step)]
-    for old in older[: max(0, len(older) + 1 - keep)]:
-        manager.delete(old)
+    text = json.dumps(listed._asdict())
+    write_at_once(begun / LIST, json.dumps([_digest(text.encode()), text]))
+    _sync(begun)
+    if (path / str(number)).exists():  # a damaged one, or one of a run that went on from an older one
+        replaced = begun.with_name(f"{begun.name}.replaced")
+        (path / str(number)).rename(replaced)
+        begun.rename(path / str(number))
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        begun.rename(path / str(number))
+    _sync(path)
+    older = [old for old in numbers(path)[0] if old < number]
+    for old in older[keep - 1 :]:
+        shutil.rmtree(path / str(old), ignore_errors=True)
 
 
-def unfinished(manager: Any) -> list[int]:
-    """The checkpoints that a killed process has not finished, or somebody else wrote: they count as none."""
-    return [number for number in sorted(manager.all_steps()) if not _finished(manager, number)]
-
-
-def newest(manager: Any) -> tuple[Saved | None, list[str]]:
-    """Reads the newest checkpoint that is whole.
+def read_list(folder: Path) -> Listed | str:
+    """Reads the list of a checkpoint.
 
     Args:
-      manager: from `opened`.
+      folder: the checkpoint.
 
     Returns:
-      The checkpoint, or None; and for each newer one what is wrong with it.
+      The list, or what is wrong with it.
     """
-    damaged = list[str]()
-    for number in sorted(set(manager.all_steps()) - set(unfinished(manager)), reverse=True):
-        try:
-            return _read(manager, number), damaged
-        except (ValueError, OSError) as error:
-            damaged.append(f"step {number} ({error})")
-    return None, damaged
-
-
-def _finished(manager: Any, number: int) -> bool:
-    return (Path(manager.directory) / str(number) / LIST).exists()
-
-
-def _read(manager: Any, number: int) -> Saved:
-    import orbax.checkpoint as ocp
-
-    folder = Path(manager.directory) / str(number)
     try:
         digest, text = json.loads((folder / LIST).read_bytes())
-        if digest != _digest(text.encode()):
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{LIST} is damaged") from None
-    listed = json.loads(text)
-    files = _files(folder)
-    for name, digest in listed["files"].items():
-        if files.get(name) != digest:
-            raise ValueError(f"{name} is {'damaged' if name in files else 'missing'}")
-    found = manager.restore(number, args=ocp.args.StandardRestore())
-    empty = {name: np.zeros(shape, jnp.dtype(dtype)) for name, (dtype, shape) in listed["forms"].items()}
-    return Saved(number, {name: np.asarray(found.get(name, x)) for name, x in empty.items()}, listed["told"])
+        if digest == _digest(text.encode()):
+            return Listed(**json.loads(text))
+    except (ValueError, OSError):
+        pass
+    return f"{LIST} is damaged"
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """The digest of each file of a checkpoint, but for the list of them."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LIST)
-    return {str(path.relative_to(folder)): _digest(path.read_bytes()) for path in paths}
+def wrong(folder: Path, files: Mapping[str, str]) -> str:
+    """Compares files with their digests.
+
+    Args:
+      folder: the checkpoint.
+      files: the digest of each.
+
+    Returns:
+      What is wrong with the first that is not as it was; "" where all are.
+    """
+    for name, digest in files.items():
+        try:
+            if _digest_of(folder / name) != digest:
+                return f"{name} is damaged"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return ""
 
 
-def _write_at_once(path: Path, text: str) -> None:
+def digests(folder: Path, inside: Path, known: Collection[str] = ()) -> dict[str, str]:
+    """Digests files.
+
+    Args:
+      folder: the checkpoint.
+      inside: a folder in it, or itself.
+      known: the files whose digests are known.
+
+    Returns:
+      The digest of each other file there, by its path in the checkpoint.
+    """
+    paths = {str(path.relative_to(folder)): path for path in sorted(inside.rglob("*")) if path.is_file()}
+    return {name: _digest_of(path) for name, path in paths.items() if name not in known}
+
+
+def write_at_once(path: Path, text: str) -> None:
     """Writes a file that is there as a whole or not at all."""
     begun = path.with_suffix(".tmp")
     with begun.open("w") as file:
@@ -161,3 +155,17 @@ def _write_at_once(path: Path, text: str) -> None:
 
 def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Makes the names in a folder outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

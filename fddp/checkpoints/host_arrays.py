@@ -1,77 +1,88 @@
-"""A state as arrays of one process, and back: from replicas over any backend, to as many or to others."""
+"""A state as arrays of hosts that are written to files, and back: over any backend, to as many replicas or to others.
 
-import json
+What replicas hold apart is an array of which each process writes the pieces that it has: of a shard some columns, with
+a row for each layer that is cut by itself. What is equal on all is written by rank 0.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fddp.buckets import is_shard, stacked
-from fddp.checkpoints.files import Leaves, Saved
-from fddp.comm import REPLICATED, Group, shortened
-from fddp.sharding import cut
-from fddp.sharding import whole as put_together
+from fddp.buckets import Shard, is_shard, part_dims, stacked
+from fddp.checkpoints.files import Listed
+from fddp.checkpoints.state_forms import (
+    OWN,
+    check_fits,
+    is_key,
+    is_row,
+    key_impl,
+    named,
+    part_of_state,
+    word_form,
+    words,
+)
+from fddp.checkpoints.stored_arrays import Index, Portion, Read
+from fddp.comm import REPLICATED, Group
+from fddp.sharding import whole
 from fddp.step import TrainState
-from fddp.wording import leaf_name
-
-OWN = ("hook_state", "accumulated")
-"""The parts of a state that each replica has for itself, along a first dim."""
 
 
-def whole(group: Group, state: TrainState) -> Leaves:
-    """All of a state in arrays of rank 0, in memory of their own.
+def lies_apart(group: Group, state: TrainState) -> bool:
+    """Whether rank 0 has less than all of a state; the same on all ranks."""
+    return any(is_shard(x) or is_row(group, name) or not _here(x) for name, x in named(state).items())
+
+
+def held(group: Group, state: TrainState) -> list[Portion]:
+    """The pieces of a state that this process writes, in memory of their own.
 
     Args:
-      group: the replicas; every rank calls it, for what is a rank's own is sent.
+      group: the replicas.
       state: of a step over them.
 
     Returns:
-      Arrays by their paths; the words of random keys. Nothing on the other ranks.
+      The arrays of which it has pieces.
     """
-    leaves = dict[str, np.ndarray]()
-    for name, x in _named(state).items():
-        x = _words(put_together(stacked(x, group.size) if is_shard(x) else x, group=group))
-        if _apart(group, name):
-            x = np.concatenate(group.all_gather(x))
-        elif isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and not _here(x):
-            x = jax.block_until_ready(_gathering(x.sharding.mesh)(x))
-        if group.rank == 0:
-            leaves[name] = np.array(x)
-    return leaves
+    portions = [_held(group, name, x) for name, x in named(state).items()]
+    return [one._replace(pieces=_copied(one.pieces)) for one in portions if one.pieces and prod(one.dims)]
 
 
-def handed_round(group: Group, saved: Saved | None) -> Saved | None:
-    """Gives every rank the checkpoint that rank 0 has read.
+def gathered(group: Group, state: TrainState) -> list[Portion]:
+    """All of a state in arrays of rank 0; every rank calls it, for what is a rank's own is sent.
 
     Args:
       group: the replicas.
-      saved: a checkpoint on rank 0, None elsewhere, or None where there is none.
+      state: of a step over them.
 
     Returns:
-      The checkpoint.
+      The arrays; none on the other ranks.
     """
-    forms = {name: (str(x.dtype), x.shape) for name, x in saved.leaves.items()} if saved else {}
-    text = json.dumps((saved.number, saved.told, forms) if saved else None).encode()
-    (size,) = group.broadcast(np.asarray([len(text)]))
-    text = group.broadcast(np.frombuffer(text.ljust(size)[:size], np.uint8)).tobytes()
-    if (heard := json.loads(text)) is None:
-        return None
-    number, told, forms = heard
-    empty = {name: np.zeros(shape, jnp.dtype(dtype)) for name, (dtype, shape) in forms.items()}
-    leaves = group.broadcast(saved.leaves if saved else empty)
-    return Saved(number, {name: leaves[name] for name in forms}, told)
+    portions = list[Portion]()
+    for name, x in named(state).items():
+        x = words(whole(stacked(x, group.size) if is_shard(x) else x, group=group))
+        if is_row(group, name):
+            x = np.concatenate(group.all_gather(x))
+        elif not _here(x):
+            x = jax.block_until_ready(_gathering(x.sharding.mesh)(x))
+        if group.rank == 0 and x.size:
+            portions.append(_everything(name, np.array(x)))
+    return portions
 
 
-def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
-    """Lays a checkpoint out as a state of this group.
+def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState) -> TrainState:
+    """Lays a checkpoint out as a state of this group; each process reads what it holds, leaf by leaf.
 
     Args:
       group: the replicas.
-      saved: a checkpoint of as many, or of others.
-      like: the form. What hooks of other replicas remembered is taken from it.
+      number: of the checkpoint.
+      listed: its list; it is of as many replicas, or of others.
+      read: reads ranges of its arrays.
+      like: arrays, or forms from `step.shapes`. What hooks of other replicas remembered is taken from it.
 
     Returns:
       The state.
@@ -79,91 +90,148 @@ def laid(group: Group, saved: Saved, like: TrainState) -> TrainState:
     Raises:
       ValueError: the checkpoint is of another model, optimizer or hook, or has gradients pending and `like` has not.
     """
-    named = _named(like)
-    before = saved.told["replicas"]
-    forgotten = {name for name in named if _part(name) == "hook_state" and before != group.size}
-    wanted = [f"{name} {_form(group, name, x)}" for name, x in named.items() if name not in forgotten]
-    got = [f"{name} {x.dtype}{list(x.shape)}" for name, x in saved.leaves.items() if name not in forgotten]
-    more = [x for x in got if x not in wanted]
-    less = [x for x in wanted if x not in got]
-    if more or less:
-        pending = any(_part(name) == "accumulated" for name in saved.leaves) and like.accumulated is None
-        advice = "; its gradients were pending: give a state that step.no_sync returned" if pending else ""
-        if before != group.size and any(is_shard(x) and x.copies for x in named.values()):
-            advice += f"; replicas that train alone (fddp.local_steps) go on where there are as many, {before}"
+    leaves = named(like)
+    forgotten = check_fits(group, number, listed, leaves)
+    if any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in forgotten):
         raise ValueError(
-            f"the checkpoint of step {saved.number} is of another training: it has "
-            f"{shortened(more) or 'nothing else'}, and lacks {shortened(less) or 'nothing'}{advice}."
+            f"the checkpoint is of {listed.told['replicas']} replicas and these are {group.size}: what the hook "
+            "remembers starts anew, so restore into a state from step.init."
         )
 
-    def laid(name: str, x: Any) -> Any:
-        if name in forgotten:
-            return x
-        if is_shard(x):
-            return cut(group, saved.leaves[name], x)
-        mine = saved.leaves[name][group.rank :][:1] if _apart(group, name) else saved.leaves[name]
-        if not isinstance(x, jax.Array):
-            return mine
-        array = jax.make_array_from_callback(mine.shape, _words(x).sharding, mine.__getitem__)
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x)) if _is_key(x) else array
+    def filled(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
+        """Reads a range; what an array without elements has is nowhere."""
+        return read(name, dims, place) if prod(dims) else np.zeros(dims, listed.forms[name][0])[place]
 
     tree = jax.tree.structure(like, is_leaf=is_shard)
-    return tree.unflatten([laid(name, x) for name, x in named.items()])
+    return tree.unflatten([x if name in forgotten else _laid(group, name, x, filled) for name, x in leaves.items()])
 
 
-def check_names(state: TrainState) -> None:
-    """Refuses a state of which two leaves would be saved under one name.
+def _held(group: Group, name: str, x: Any) -> Portion:
+    """An array, and the pieces of it that this process writes."""
+    if is_shard(x):
+        return _held_columns(group, name, stacked(x, group.size))
+    x = words(x)
+    if is_row(group, name):
+        return Portion(name, (group.size, *x.shape[1:]), x.shape, [(_own_row(group, x), x)])
+    if _on_mesh(x):
+        pieces = [(_closed(one.index, x.shape), one.data) for one in x.addressable_shards if one.replica_id == 0]
+        return Portion(name, x.shape, x.sharding.shard_shape(x.shape), pieces)
+    return _everything(name, x) if group.rank == 0 else Portion(name, x.shape, x.shape, ())
 
-    Args:
-      state: what is to be saved.
 
-    Raises:
-      ValueError: the message says which name.
-    """
-    _named(state)
+def _held_columns(group: Group, name: str, x: Shard) -> Portion:
+    """The columns of a shard that this process holds, without padding."""
+    depth, columns, width = _columns(group, x)
+    pieces = list[tuple[Index, Any]]()
+    for number, part in _own_parts(group, x):
+        begin, end = _range(number, columns, width)
+        if begin < end:
+            mine = np.asarray(part).reshape(depth, width)[:, : end - begin]
+            pieces.append(((slice(0, depth), slice(begin, end)), mine))
+    return Portion(name, (depth, columns), (depth, width), pieces)
 
 
-def _named(state: TrainState) -> dict[str, Any]:
-    """The leaves by their paths, in their order."""
-    named = dict[str, Any]()
-    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard):
-        name = leaf_name(path)
-        if name in named:
-            raise ValueError(f"two leaves of the state are called {name!r}, and only one would be saved: rename a key.")
-        named[name] = x
-    return named
+def _own_parts(group: Group, x: Shard) -> Iterator[tuple[int, Any]]:
+    """The parts that this process holds, each with the number of its replica."""
+    if not group.placement.on_mesh:
+        yield group.rank, x.parts
+        return
+    parts = x.parts if _on_mesh(x.parts) else group.placement.place(x.parts, group.placement.per_replica)
+    for one in parts.addressable_shards:
+        yield _replica(one.index, one.data.shape), one.data
+
+
+def _everything(name: str, x: Any) -> Portion:
+    return Portion(name, x.shape, x.shape, [(_closed((), x.shape), x)])
+
+
+def _copied(pieces: Iterable[tuple[Index, Any]]) -> list[tuple[Index, np.ndarray]]:
+    """Takes copies, for the next step may write where the state lies."""
+    return [(place, np.array(x)) for place, x in pieces]
+
+
+def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
+    """Reads this process's pieces into an array like another one."""
+    if is_shard(x):
+        return replace(x, parts=_laid_columns(group, name, x, read))
+    like = word_form(x)
+
+    def piece(place: Any) -> np.ndarray:
+        if is_row(group, name):
+            return read(name, (group.size, *like.shape[1:]), _own_row(group, like))
+        return read(name, like.shape, _closed(place, like.shape))
+
+    if isinstance(x, np.ndarray | np.generic):
+        return piece(())
+    array = jax.make_array_from_callback(like.shape, _sharding(group, name, x), piece)
+    return jax.random.wrap_key_data(array, impl=key_impl(x)) if is_key(x) else array
+
+
+def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
+    """Reads this process's columns of a shard, and fills them up with zeros."""
+    depth, columns, width = _columns(group, stacked(x, group.size))
+    count = group.placement.replicas_in_array
+    dims = (x.parts.shape[0] // count, *x.parts.shape[1:])
+
+    def part(place: Any) -> np.ndarray:
+        number = _replica(place, dims) if group.placement.on_mesh else group.rank
+        begin, end = _range(number, columns, width)
+        mine = read(name, (depth, columns), (slice(0, depth), slice(begin, end)))
+        return np.pad(mine, ((0, 0), (0, width - mine.shape[1]))).reshape(dims)
+
+    return jax.make_array_from_callback(x.parts.shape, _sharding(group, name, x.parts, apart=True), part)
+
+
+def _columns(group: Group, x: Shard) -> tuple[int, int, int]:
+    """The layers of a shard, the columns of each, and how many of them a replica holds, padding included."""
+    size = prod(x.shape)
+    return x.depth, size // x.depth, part_dims(size, group.size, x.depth)[-1]
+
+
+def _range(number: int, columns: int, width: int) -> tuple[int, int]:
+    """The columns that a replica holds, padding left out."""
+    return min(columns, number * width), min(columns, (number + 1) * width)
+
+
+def _replica(place: Index, dims: tuple[int, ...]) -> int:
+    """The number of the replica whose part of these dims lies there."""
+    return (place[0].start or 0) // max(1, dims[0])
+
+
+def _own_row(group: Group, x: Any) -> Index:
+    return (slice(group.rank, group.rank + 1), *_closed((), x.shape[1:]))
+
+
+def _closed(place: Index, shape: tuple[int, ...]) -> Index:
+    """The same range with its ends in numbers; of dims that are not named all."""
+    named = (*place, *[slice(None)] * (len(shape) - len(place)))
+    return tuple(slice(*one.indices(n)[:2]) for one, n in zip(named, shape))
 
 
 @cache
 def _gathering(mesh: Any) -> Any:
-    """A program for each mesh, not for each array that is saved."""
+    """Makes a program for each mesh, not for each array that is saved."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
 
-def _here(x: jax.Array) -> bool:
-    return x.is_fully_addressable or x.is_fully_replicated
+def _sharding(group: Group, name: str, x: Any, apart: bool = False) -> Any:
+    """Finds where an array lies, or where one of this form would."""
+    if isinstance(x, jax.Array):
+        return words(x).sharding
+    if axes := group.placement.other_axes:
+        raise ValueError(
+            f"a form does not say where the parts of {name} lie along {', '.join(map(repr, axes))}: restore into a "
+            "state from step.init."
+        )
+    where = group.placement.place(np.zeros(()), REPLICATED).sharding
+    if not group.placement.on_mesh:
+        return where
+    return NamedSharding(where.mesh, group.placement.per_replica if apart or part_of_state(name) in OWN else REPLICATED)
 
 
-def _part(name: str) -> str:
-    return name.split("/")[0]
+def _on_mesh(x: Any) -> bool:
+    return isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
 
 
-def _apart(group: Group, name: str) -> bool:
-    """Whether each rank has an array of its own there, of its replica: without a mesh no array is of all."""
-    return not group.placement.on_mesh and _part(name) in OWN
-
-
-def _form(group: Group, name: str, x: Any) -> str:
-    if is_shard(x):
-        return f"{x.parts.dtype}{list(stacked(x, group.size).shape)}"
-    words = _words(x)
-    shape = [group.size, *words.shape[1:]] if _apart(group, name) else list(words.shape)
-    return f"{words.dtype}{shape}"
-
-
-def _words(x: Any) -> Any:
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _here(x: Any) -> bool:
+    return not _on_mesh(x) or x.is_fully_addressable or x.is_fully_replicated

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from problems import with_dropout
 from trees import bits, same_arrays
 
@@ -23,12 +24,40 @@ pytestmark = pytest.mark.steps
 ROWS = np.random.default_rng(5).normal(size=(40, 3)).astype(np.float32)
 
 
-def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step that uses all of a state: the scale of the loss grows, and the hook remembers what it did not send."""
+# A training of one kind: makes its step over a group, and its first state.
+Make: TypeAlias = Callable[[fddp.Group], tuple[fddp.TrainStep, fddp.TrainState]]
+# The same, and the newest checkpoint of a folder in place of the first state.
+Restored: TypeAlias = Callable[[Path, fddp.Group], tuple[fddp.TrainStep, fddp.TrainState]]
+
+
+def first(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A step that uses all of a state: the scale of the loss grows, for one."""
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
-    step = fddp.train_step(with_dropout, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
+    step = fddp.train_step(with_dropout, optimizer, group=group, bucket_cap_mb=0, **options)
     params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32), "empty": np.zeros((0, 2), np.float32)}
     return step, step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
+
+
+KINDS: dict[str, Make] = {
+    "whole": lambda group: first(group, hook=fddp.hooks.topk(0.4)),  # it remembers what it did not send
+    "shards": lambda group: first(group, shard="state"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def make(request: pytest.FixtureRequest) -> Make:
+    """Every claim is made of states that are whole, and of states in shards."""
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def restored(make: Make) -> Restored:
+    def restored(folder: Path, group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
+        step, state = make(group)
+        with fddp.Checkpoints(folder, step, every=2) as checkpoints:
+            return step, checkpoints.restore(state)[0]
+
+    return restored
 
 
 def train(
@@ -46,7 +75,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2, 4 and 6 of a training that ended after its seventh."""
     folder = tmp_path_factory.mktemp("ended")
     step, state = make(fddp.mesh_group(jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])))
@@ -61,30 +90,27 @@ def trained(ended: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ended, tmp_path / "saved"))
 
 
-def restored(folder: Path, group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    step, state = make(group)
-    with fddp.Checkpoints(folder, step, every=2) as checkpoints:
-        return step, checkpoints.restore(state)[0]
-
-
-def test_a_training_that_ended_goes_on_bit_for_bit(trained: Path, group: Callable[[int], fddp.Group]):
+def test_a_training_that_ended_goes_on_bit_for_bit(
+    trained: Path, group: Callable[[int], fddp.Group], make: Make, restored: Restored
+):
     calm, losses = train(*make(group(2)), 12)
     step, state = restored(trained, group(2))
     assert int(state.step) == 6
-    assert any(np.any(left) for left in jax.tree.leaves(state.hook_state)), "the hook remembers something"
+    remembered = jax.tree.leaves(state.hook_state)
+    assert any(map(np.any, remembered)) == bool(remembered), "a hook remembers something"
     state, later = train(step, state, 12)
     assert later == losses[6:]
     same_arrays(state, calm)
 
 
-def test_where_there_is_none_training_begins(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_where_there_is_none_training_begins(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path / "none", step) as checkpoints:
         assert checkpoints.restore(state) == (state, None)
 
 
 def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
-    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str], make: Make
 ):
     step, state = make(group(1))
     with fddp.Checkpoints(tmp_path, step, every=3, keep=2) as checkpoints:
@@ -103,10 +129,11 @@ def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
         assert place == {"row": 8}
         again, _ = step(again, ROWS[:8])
         assert checkpoints.save(again), "the ninth"
-    assert capfd.readouterr().err == f"fddp: training goes on from step 8, from {tmp_path}.\n"
+    told = [line for line in capfd.readouterr().err.splitlines() if "saves nothing" not in line]  # on one replica
+    assert told == [f"fddp: training goes on from step 8, from {tmp_path}."]
 
 
-def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
         state, _ = step.no_sync(state, ROWS[:8])
@@ -117,7 +144,9 @@ def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.
         assert not checkpoints.save(pending)
 
 
-def test_pending_gradients_are_saved_when_asked_and_come_back(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_pending_gradients_are_saved_when_asked_and_come_back(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
     step, state = make(group(2))
     state, _ = step(state, ROWS[:8])
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
@@ -147,7 +176,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def test_where_a_byte_has_changed_in_any_file_the_checkpoint_before_is_taken(
-    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str], make: Make
 ):
     calm, _ = train(*make(group(2)), 4)
     step, like = make(group(2))
@@ -162,7 +191,7 @@ def test_where_a_byte_has_changed_in_any_file_the_checkpoint_before_is_taken(
             flip(path, place)
 
 
-def test_training_overwrites_what_is_damaged(trained: Path, group: Callable[[int], fddp.Group]):
+def test_training_overwrites_what_is_damaged(trained: Path, group: Callable[[int], fddp.Group], restored: Restored):
     next(newest(trained).rglob("manifest.ocdbt")).unlink()
     step, state = restored(trained, group(2))
     assert int(state.step) == 4
@@ -171,15 +200,21 @@ def test_training_overwrites_what_is_damaged(trained: Path, group: Callable[[int
     same_arrays(restored(trained, group(2))[1], state)
 
 
-def test_where_none_is_whole_nobody_begins_anew_unawares(trained: Path, group: Callable[[int], fddp.Group]):
+def test_where_none_is_whole_nobody_begins_anew_unawares(
+    trained: Path, group: Callable[[int], fddp.Group], restored: Restored
+):
     for path in trained.rglob("manifest.ocdbt"):
         path.write_bytes(b"nothing")
-    with pytest.raises(RuntimeError, match=r"none of the checkpoints is whole: step 6 \((?s:.*)step 2 \("):
+    with pytest.raises(RuntimeError, match=r"none of the checkpoints in .* is whole: step 6 \((?s:.*)step 2 \("):
         restored(trained, group(2))
 
 
 def test_a_checkpoint_that_was_not_finished_counts_as_none(
-    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    group: Callable[[int], fddp.Group],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    make: Make,
+    restored: Restored,
 ):
     """As if the process had been killed when Orbax was ready, and the list of files was not written yet."""
     step, state = make(group(2))
@@ -195,7 +230,7 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     same_arrays(restored(tmp_path, group(2))[1], calm)
 
 
-def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
         state, _ = step(state, ROWS[:8])
@@ -205,7 +240,9 @@ def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.G
         same_arrays(again, state)
 
 
-def test_an_older_checkpoint_is_not_removed_for_newer_ones(trained: Path, group: Callable[[int], fddp.Group]):
+def test_an_older_checkpoint_is_not_removed_for_newer_ones(
+    trained: Path, group: Callable[[int], fddp.Group], make: Make
+):
     """Of a run that went on from an older one: what it has just saved stays."""
     next((trained / "6").rglob("manifest.ocdbt")).unlink()
     step, state = make(group(2))
@@ -216,8 +253,13 @@ def test_an_older_checkpoint_is_not_removed_for_newer_ones(trained: Path, group:
     assert sorted(path.name for path in trained.iterdir()) == ["5", "6"]
 
 
-def test_what_a_killed_process_began_to_write_is_removed(trained: Path, group: Callable[[int], fddp.Group]):
-    begun = trained / "8.orbax-checkpoint-tmp"
+@pytest.mark.parametrize(
+    "name", ["8.begun.0a1b2c3d.4", "8.begun.0a1b2c3d.4.replaced", "met.0a1b2c3d", "8.orbax-checkpoint-tmp"]
+)
+def test_what_a_killed_process_began_to_write_is_removed(
+    trained: Path, group: Callable[[int], fddp.Group], restored: Restored, name: str
+):
+    begun = trained / name
     begun.mkdir()
     (begun / "leaves").write_bytes(b"half")
     _, state = restored(trained, group(2))
@@ -236,7 +278,7 @@ def full_disk() -> Iterator[None]:
 
 
 def test_a_full_disk_costs_nothing_older_and_is_told(
-    trained: Path, group: Callable[[int], fddp.Group], capsys: pytest.CaptureFixture[str]
+    trained: Path, group: Callable[[int], fddp.Group], capsys: pytest.CaptureFixture[str], restored: Restored
 ):
     step, state = restored(trained, group(2))
     checkpoints = fddp.Checkpoints(trained, step, every=2)
@@ -251,7 +293,9 @@ def test_a_full_disk_costs_nothing_older_and_is_told(
     same_arrays(restored(trained, group(2))[1], state)
 
 
-def test_if_the_last_could_not_be_written_closing_says_so(trained: Path, group: Callable[[int], fddp.Group]):
+def test_if_the_last_could_not_be_written_closing_says_so(
+    trained: Path, group: Callable[[int], fddp.Group], restored: Restored
+):
     step, state = restored(trained, group(2))
     checkpoints = fddp.Checkpoints(trained, step, every=2)
     with full_disk():
@@ -264,12 +308,13 @@ def test_if_the_last_could_not_be_written_closing_says_so(trained: Path, group: 
 
 
 def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
-    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str], restored: Restored
 ):
     _, there = restored(trained, group(2))
     step, state = restored(trained, group(4))
     assert "it was on 2 replicas and is on 4" in capfd.readouterr().err
-    assert bits(state._replace(hook_state=())) == bits(there._replace(hook_state=()))
+    here, there = (fddp.whole(one._replace(hook_state=())) for one in (state, there))
+    assert bits(here) == bits(there)
     assert not any(np.any(left) for left in jax.tree.leaves(state.hook_state))
     step(state, ROWS[:8])
 
@@ -284,14 +329,14 @@ def test_a_checkpoint_of_another_model_is_refused(trained: Path, group: Callable
 @pytest.mark.parametrize(
     ("arguments", "says"), [({"every": 0}, "every must be"), ({"keep": 0}, "keep must be"), ({"every": 2.5}, "2.5")]
 )
-def test_what_cannot_be_meant_is_refused(group: Any, tmp_path: Path, arguments: dict[str, Any], says: str):
+def test_what_cannot_be_meant_is_refused(group: Any, tmp_path: Path, arguments: dict[str, Any], says: str, make: Make):
     with pytest.raises(ValueError, match=says):
         fddp.Checkpoints(tmp_path, make(group(1))[0], **arguments)
     with pytest.raises(TypeError, match=r"step must be a step from fddp\.train_step"):
         fddp.Checkpoints(tmp_path, lambda state, batch: state)  # type: ignore
 
 
-def test_a_place_that_json_cannot_hold_is_refused(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_a_place_that_json_cannot_hold_is_refused(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
     step, state = make(group(1))
     with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(TypeError, match="not JSON"):
         checkpoints.save(state, {1, 2})  # which is not due
@@ -302,3 +347,43 @@ def test_two_leaves_of_one_name_are_not_saved_as_one(group: Callable[[int], fddp
     state = step.init({"a/b": np.ones(()), "a": {"b": np.ones(())}})
     with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(ValueError, match="are called 'params/a/b'"):
         checkpoints.save(state)  # which is not due
+
+
+### Where arrays lie
+
+
+def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
+    devices = np.array(jax.devices()[:4])
+    saved: Any = None
+    for mesh in (Mesh(devices.reshape(2, 2), ("replica", "model")), Mesh(devices.reshape(1, 4), ("replica", "model"))):
+        step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), group=fddp.mesh_group(mesh))
+        first = jax.device_put(np.ones((3, 8), np.float32), NamedSharding(mesh, PartitionSpec(None, "model")))
+        like = step.init(first)
+        with fddp.Checkpoints(tmp_path, step) as checkpoints:
+            again, _ = checkpoints.restore(like)
+            if again is like:
+                state, _ = step(like, ROWS[:8])
+                assert checkpoints.save(state, now=True)
+                saved = bits(state)
+                with pytest.raises(ValueError, match=r"a form does not say where the parts of .* lie along 'model'"):
+                    checkpoints.restore(step.shapes(first))
+            else:
+                assert bits(again) == saved
+                assert again.params.sharding == first.sharding
+
+
+def test_a_form_has_no_memory_for_hooks_of_other_replicas(
+    trained: Path, group: Callable[[int], fddp.Group], restored: Restored, make: Make
+):
+    step, state = make(group(4))
+    form = step.shapes(
+        {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32), "empty": np.zeros((0, 2), np.float32)},
+        model_state=np.zeros(3, np.float32),
+        rng=jax.random.key(1),
+    )
+    with fddp.Checkpoints(trained, step) as checkpoints:
+        if jax.tree.leaves(state.hook_state):
+            with pytest.raises(ValueError, match="is of 2 replicas and these are 4: what the hook"):
+                checkpoints.restore(form)
+        else:
+            same_arrays(checkpoints.restore(form)[0], restored(trained, group(4))[1])

@@ -1,12 +1,14 @@
-"""Ranks save and restore together; rank 0 alone sees the folder."""
+"""Ranks save and restore together: states in shards each its part; of others rank 0 alone need see the folder."""
 
 import io
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import optax
 from on_ranks.claims import claim, error_of
 
 import fddp
+from fddp.checkpoints import reports, saving
 
 ROWS = np.random.default_rng(3).normal(size=(12, 24, 3)).astype(np.float32)
 
@@ -29,12 +32,39 @@ def folder(group: fddp.Group) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@contextmanager
+def shared_folder(group: fddp.Group) -> Iterator[Path]:
+    """An empty folder that all ranks see."""
+    path = Path(group.broadcast_object(tempfile.mkdtemp() if group.rank == 0 else None))
+    yield path
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(path)
+
+
 def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
     """A step whose hook remembers something else on each rank."""
     loss = lambda p, x, *, rng: jnp.mean((x * jax.random.normal(rng, x.shape) @ p["w"] + p["b"]) ** 2)  # noqa: E731
     step = fddp.train_step(loss, optax.adam(0.1), group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
     params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
     return step, step.init(params, rng=jax.random.key(2))
+
+
+def in_shards(group: fddp.Group, shard: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A step whose leaves are cut with padding, layer by layer, or into fewer parts than there are replicas."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"] + p["b"], p["stack"])
+        return jnp.mean(h**2) + p["one"][0] ** 2
+
+    step = fddp.train_step(loss, optax.adam(0.1), group=group, shard=shard)
+    stack = np.sin(np.arange(3 * 20 * 20, dtype=np.float32)).reshape(3, 20, 20)
+    params = {"w": np.ones((3, 20), np.float32), "b": np.zeros(20, np.float32), "stack": stack, "one": np.ones(1)}
+    return step, step.init(jax.tree.map(np.float32, params))
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def train(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState, until: int) -> fddp.TrainState:
@@ -53,18 +83,40 @@ def own(state: fddp.TrainState) -> list[bytes]:
 @claim()
 def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
     calm = train(group, *make(group), 9)
-    with folder(group) as path:
-        step, state = make(group)
-        with fddp.Checkpoints(path, step, every=5) as checkpoints:
-            state = train(group, step, state, 5)
-            assert checkpoints.save(state, {"shard": 3})
-        step, fresh = make(group)
-        with fddp.Checkpoints(path, step, every=5) as checkpoints, redirect_stderr(io.StringIO()) as told:
-            state, place = checkpoints.restore(fresh)
-        assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
-        assert place == {"shard": 3}
-        assert int(state.step) == 5
-        assert own(train(group, step, state, 9)) == own(calm)
+    for place in (folder, shared_folder):
+        with place(group) as path:
+            step, state = make(group)
+            with fddp.Checkpoints(path, step, every=5) as checkpoints:
+                state = train(group, step, state, 5)
+                assert checkpoints.save(state, {"shard": 3})
+            step, fresh = make(group)
+            with fddp.Checkpoints(path, step, every=5) as checkpoints, redirect_stderr(io.StringIO()) as told:
+                state, data = checkpoints.restore(fresh)
+            assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
+            assert data == {"shard": 3}
+            assert int(state.step) == 5
+            assert own(train(group, step, state, 9)) == own(calm)
+
+
+@claim()
+def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: fddp.Group):
+    loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
+    alone = lambda: fddp.train_step(loss, fddp.local_steps(optax.adam(0.1), every=3), group=group)  # noqa: E731
+    together = lambda: fddp.train_step(loss, optax.adam(0.1), group=group, shard="optimizer")  # noqa: E731
+    params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
+    rows = np.split(ROWS[0], group.processes)[group.rank]
+    for make in (alone, together):
+        with shared_folder(group) as path:
+            step = make()
+            state, _ = step(step.init(params), rows)
+            like = make().init(params)
+            if make is together:
+                state, _ = step.no_sync(state, rows)
+                like, _ = make().no_sync(like, 0 * rows)
+            with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
+                checkpoints.save(state, now=True)
+                again, _ = checkpoints.restore(like)
+            assert own(again) == own(state) != own(like)
 
 
 @claim()
@@ -73,3 +125,194 @@ def what_rank_0_cannot_open_is_an_error_on_every_rank(group: fddp.Group):
     with tempfile.NamedTemporaryFile() as file:
         message = error_of(lambda: fddp.Checkpoints(file.name, step), RuntimeError)
     assert "checkpoints in" in message and "rank 0: FileExistsError" in message, message
+
+
+@claim(quick=("mpi", "gloo"))
+def a_state_in_shards_is_written_by_all_ranks_and_read_in_all_shards(group: fddp.Group):
+    kinds: tuple[Any, ...] = ("state", "optimizer", None)
+    for saved in kinds:
+        step, state = in_shards(group, saved)
+        state = train(group, step, state, 2)
+        expected = bits(fddp.whole(state, group=group))
+        with shared_folder(group) as path:
+            with fddp.Checkpoints(path, step) as checkpoints:
+                assert checkpoints.save(state, now=True)
+            files = [file for file in path.rglob("*") if file.is_file()]
+            mine = sum(file.stat().st_size for file in files if file.relative_to(path).parts[1] == str(group.rank))
+            assert (mine > 3000) == (saved is not None or group.rank == 0), mine
+            for wanted in kinds:
+                other, like = in_shards(group, wanted)
+                for form in (like, other.shapes(jax.tree.map(np.asarray, fddp.whole(like.params, group=group)))):
+                    with fddp.Checkpoints(path, other) as checkpoints, redirect_stderr(io.StringIO()):
+                        again, _ = checkpoints.restore(form)
+                    assert jax.tree.structure(again) == jax.tree.structure(like)
+                    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, like)
+                    assert bits(fddp.whole(again, group=group)) == expected
+                train(group, other, again, 3)
+
+
+@claim()
+def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group: fddp.Group):
+    step, _ = in_shards(group, "optimizer")
+    with folder(group) as path:
+        message = error_of(lambda: fddp.Checkpoints(path, step))
+    others = list(range(1, group.processes))
+    assert f"ranks {others} do not see" in message and "shard='optimizer' each rank writes its part" in message
+
+
+@claim(sizes=(3, 4))
+def ranks_of_a_subgroup_save_and_restore_by_themselves(group: fddp.Group):
+    if group.rank == 0:
+        return
+    some = group.subgroup(range(1, group.size))
+    step, state = in_shards(some, "state")
+    state = train(some, step, state, 2)
+    with shared_folder(some) as path, redirect_stderr(io.StringIO()):
+        with fddp.Checkpoints(path, step) as checkpoints:
+            checkpoints.save(state, now=True)
+        step, like = in_shards(some, "state")
+        with fddp.Checkpoints(path, step) as checkpoints:
+            again, _ = checkpoints.restore(like)
+    assert own(again) == own(state)
+
+
+### What happens to ranks and their files
+
+
+@contextmanager
+def full_disk(here: bool) -> Iterator[None]:
+    """No file of this rank may have more than some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40 if here else before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def numbers(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@contextmanager
+def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list[bytes]]]:
+    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and what this rank then had."""
+    step, state = in_shards(group, "state")
+    with shared_folder(group) as path:
+        with fddp.Checkpoints(path, step, every=1) as checkpoints:
+            state = train(group, step, state, 1)
+            checkpoints.save(state)
+            first = own(state)
+            state = train(group, step, state, 2)
+            checkpoints.save(state)
+            second = own(state)
+        yield path, first, second
+
+
+def restored(group: fddp.Group, path: Path) -> tuple[fddp.TrainState, str]:
+    """The newest checkpoint, and what rank 0 says."""
+    step, like = in_shards(group, "state")
+    with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()) as told:
+        state, _ = checkpoints.restore(like)
+    return state, "".join(group.all_gather_object(told.getvalue()))
+
+
+@claim()
+def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_before(group: fddp.Group):
+    with two_checkpoints(group) as (path, first, second):
+        assert own(restored(group, path)[0]) == second
+        for rank in [*range(group.processes), "d", "manifest.ocdbt"]:
+            place = path / "2" / str(rank)
+            file = max(
+                (file for file in place.rglob("*") if file.is_file()), key=lambda x: x.stat().st_size, default=place
+            )
+            data = file.read_bytes()
+            group.barrier()
+            if group.rank == 0:
+                file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+            group.barrier()
+            state, told = restored(group, path)
+            assert own(state) == first
+            assert told.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1, told
+            group.barrier()
+            if group.rank == 0:
+                file.write_bytes(data)
+            group.barrier()
+        if group.rank == 0:
+            shutil.rmtree(path / "2" / "1")
+        group.barrier()
+        state, told = restored(group, path)
+        assert own(state) == first and "is missing" in told
+
+
+@claim()
+def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(group: fddp.Group):
+    for rank in (0, group.processes - 1):
+        with two_checkpoints(group) as (path, _, _):
+            step, like = in_shards(group, "state")
+            with redirect_stderr(io.StringIO()) as told:
+                checkpoints = fddp.Checkpoints(path, step, every=1)
+                state, _ = checkpoints.restore(like)
+                with full_disk(group.rank == rank):
+                    state = train(group, step, state, 3)
+                    checkpoints.save(state)
+                    checkpoints._writing.result()
+                    group.barrier()  # rank 0 has given up
+                assert numbers(path) == ["1", "2"], numbers(path)
+                state = train(group, step, state, 4)
+                checkpoints.save(state)  # there is room again
+                checkpoints.close()
+            assert [name for name in numbers(path) if "." not in name] == ["1", "2", "4"], numbers(path)
+            words = "".join(group.all_gather_object(told.getvalue()))
+            assert "the checkpoint of step 3 could not be written" in words
+            assert (f"rank {rank} could not write its part" in words) == (rank != 0), words
+            assert own(restored(group, path)[0]) == own(state)
+            step, like = in_shards(group, "state")
+            with redirect_stderr(io.StringIO()):
+                checkpoints = fddp.Checkpoints(path, step, every=1)
+                state, _ = checkpoints.restore(like)
+                with full_disk(group.rank == rank):
+                    checkpoints.save(train(group, step, state, 5))
+                    message = error_of(checkpoints.close, Exception)
+            assert f"rank {rank}" in message, message
+
+
+@claim()
+def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Group):
+    """As if it had died, or its files did not come through, and nobody had seen it."""
+    with two_checkpoints(group) as (path, _, second):
+        step, like = in_shards(group, "state")
+        with redirect_stderr(io.StringIO()) as told:
+            checkpoints = fddp.Checkpoints(path, step, every=1)
+            state, _ = checkpoints.restore(like)
+            state = train(group, step, state, 3)
+            with mock.patch.object(reports, "WAIT_S", 0.5), mock.patch.object(saving, "report", silent):
+                checkpoints.save(state)
+                checkpoints._writing.result()
+            train(group, step, state, 4)
+            message = error_of(checkpoints.close, Exception)
+        last = group.processes - 1
+        assert f"rank {last} has not written its part" in message, message
+        assert ("could not be written: TimeoutError" in told.getvalue()) == (group.rank == 0)
+        state, _ = restored(group, path)
+        assert own(state) == second and numbers(path) == ["1", "2"]
+
+
+def silent(begun: Path, rank: int) -> None:
+    """Reports, but for the last rank of all."""
+    if rank < fddp.init().processes - 1:
+        reports.report(begun, rank)
+
+
+@claim()
+def an_error_in_training_ends_without_waiting_for_ranks_that_write_nothing(group: fddp.Group):
+    with two_checkpoints(group) as (path, _, _):
+        step, state = in_shards(group, "state")
+        waits = mock.patch.object(reports, "ENDING_S", 0.1)
+        reported = mock.patch.object(saving, "report", silent)
+        opened = fddp.Checkpoints(path, step)
+        with waits, reported, redirect_stderr(io.StringIO()), suppress(InterruptedError), opened as checkpoints:
+            checkpoints.save(train(group, step, state, 5), now=True)
+            raise InterruptedError
+        group.barrier()
+        assert [name for name in numbers(path) if "." not in name] == ["1", "2"]

@@ -159,13 +159,27 @@ def trained(folder: Path, *words: str, faults: tuple[str, ...] = ()) -> tuple[An
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
+    ("shard", "before_kill_s", "faults"),
+    [("", "1", ("1:6", "0:11")), ("state", "0", ("1:8", "0:12"))],
+    ids=["whole", "in shards that are being written"],
+)
+@pytest.mark.parametrize(
     "by", [("--by", "processes", "-n", "2"), pytest.param(("--by", "mpiexec", "-n", "3"), marks=pytest.mark.slow)]
 )
-def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(by: tuple[str, ...], tmp_path: Path):
+def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(
+    by: tuple[str, ...],
+    shard: str,
+    before_kill_s: str,
+    faults: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("SHARD", shard)
+    monkeypatch.setenv("BEFORE_KILL_S", before_kill_s)
     if "mpiexec" in by and launcher() is None:
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     calm, _ = trained(tmp_path / "calm", *by)
-    killed, told = trained(tmp_path / "killed", *by, "--restarts", "2", faults=("1:6", "0:11"))
+    killed, told = trained(tmp_path / "killed", *by, "--restarts", "2", faults=faults)
     assert told.count("training goes on from step") == 2
     assert "restart 2 of 2" in told
     assert killed == calm
@@ -189,7 +203,9 @@ def test_a_rank_that_is_lost_for_good_costs_no_bit_where_replicas_are_virtual(
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_who_is_told_to_end_saves_and_ends_all_well(tmp_path: Path):
+@pytest.mark.parametrize("shard", ["", "state"])
+def test_who_is_told_to_end_saves_and_ends_all_well(shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHARD", shard)
     command = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--"]
     command += [sys.executable, str(WORKERS / "resumes.py"), str(tmp_path), "1000000"]
     job = subprocess.Popen(command, env=os.environ | ENV, stderr=subprocess.PIPE, text=True)

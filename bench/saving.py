@@ -1,0 +1,137 @@
+"""The memory and the bytes that checkpoints cost each rank, of a state that it could not hold alone.
+
+    python -m bench.saving [mpi|gloo] [ranks]
+
+64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of this machine. Told are
+for each rank the most that its resident memory grows, the rank's part of the state included: to a state that is saved
+twice; in another process to one that is restored into a form, and to one that is restored into another state. Then the
+bytes that it wrote, and for how long `save` kept it.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fddp
+from bench.jobs import ending, start
+from bench.record import save
+from fddp.buckets import Shard, is_shard
+
+LEAVES = 16
+WIDTH = 2048
+MIB = 2**20
+
+
+def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def filled(group: fddp.Group, forms: fddp.TrainState) -> fddp.TrainState:
+    """A state of these forms, made part by part: no rank ever has more."""
+    count = group.placement.replicas_in_array
+
+    def fill(x: Any) -> Any:
+        if not is_shard(x):
+            return group.placement.place(np.zeros(x.shape, x.dtype), fddp.comm.REPLICATED)
+        rows = np.full((x.parts.shape[0] // count, *x.parts.shape[1:]), 1.0 + group.rank, x.parts.dtype)
+        return Shard(group.placement.place(rows, group.placement.per_replica), x.shape, ranks=x.ranks, depth=x.depth)
+
+    return jax.tree.map(fill, forms, is_leaf=is_shard)
+
+
+def resident(name: str) -> float:
+    """MiB of resident memory: "VmRSS" now, "VmHWM" at most."""
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")]
+    return int(line.split()[1]) / 1024
+
+
+class Watched:
+    """What is found of this process, with the most that its memory has grown."""
+
+    def __init__(self) -> None:
+        self.before = resident("VmRSS")
+        self.found = dict[str, Any]()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        clock = time.perf_counter()
+        yield
+        self.found[f"{what}_s"] = round(time.perf_counter() - clock, 3)
+        self.found[f"{what}_peak_mib"] = round(resident("VmHWM") - self.before, 1)
+
+
+def rank(folder: str, act: str) -> None:
+    """What one rank does; rank 0 prints what all have found."""
+    group = fddp.init()
+    step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
+    forms = step.shapes({f"layer_{k}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for k in range(LEAVES)})
+    fddp.Checkpoints(folder, step).close()  # libraries are loaded
+    watched = Watched()
+    (saves if act == "save" else restores)(group, step, forms, Path(folder), watched)
+    every = group.all_gather_object(watched.found)
+    group.print(json.dumps(every))
+
+
+def saves(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched) -> None:
+    with watched("made"):
+        state = jax.block_until_ready(filled(group, forms))
+    with watched("saved"), fddp.Checkpoints(folder, step) as checkpoints:
+        for number in range(2):
+            clock = time.perf_counter()
+            checkpoints.save(state, now=True)
+            watched.found[f"save_{number}_kept_s"] = round(time.perf_counter() - clock, 3)
+            step.steps += 1  # as if one had been trained: the next save is another checkpoint
+    newest = max(folder.iterdir(), key=lambda path: int(path.name))
+    files = [file for file in newest.rglob("*") if file.is_file()]
+    mine = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
+    lists = [file for file in files if not file.relative_to(newest).parts[0].isdecimal()]
+    watched.found |= {"mib_written": mib(mine), "files_written": len(mine), "mib_of_lists": mib(lists)}
+
+
+def restores(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched) -> None:
+    for what, make in (("into_form", lambda: forms), ("into_state", lambda: filled(group, forms))):
+        with watched(what), fddp.Checkpoints(folder, step) as checkpoints:
+            state, _ = checkpoints.restore(make())
+        first = np.asarray(jax.tree.leaves(state.params)[0].addressable_shards[0].data)
+        if not np.all(first == 1.0 + group.rank):
+            raise RuntimeError("other numbers were restored than saved")
+        del state, first
+
+
+def mib(files: Sequence[Path]) -> float:
+    return round(sum(file.stat().st_size for file in files) / MIB, 3)
+
+
+def main(backend: str = "mpi", ranks: str = "4") -> None:
+    """Measures, and writes down what was found."""
+    folder = tempfile.mkdtemp()
+    found = {}
+    try:
+        for act in ("save", "restore"):
+            command = [sys.executable, "-m", "bench.saving", "rank", folder, act]
+            with ending(start(backend, int(ranks), command, {"JAX_PLATFORMS": "cpu"}, stdout=-1, text=True)) as jobs:
+                texts = [job.communicate()[0] for job in jobs]
+            (line,) = [line for text in texts for line in text.splitlines() if line.startswith("[{")]
+            found[act] = json.loads(line)
+            print(act, *found[act], sep="\n  ", flush=True)
+    finally:
+        shutil.rmtree(folder)
+    save(f"saving_{backend}_{ranks}", found)
+
+
+if __name__ == "__main__":
+    rank(*sys.argv[2:]) if sys.argv[1:2] == ["rank"] else main(*sys.argv[1:])

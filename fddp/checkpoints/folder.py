@@ -1,0 +1,89 @@
+"""The folder of checkpoints as the ranks of a group see it."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fddp.checkpoints.files import opened
+from fddp.checkpoints.reports import not_seen
+from fddp.checkpoints.stored_arrays import check_installed
+from fddp.comm import Group, nothing_to_compare, verify
+
+
+class Folder(NamedTuple):
+    """A folder of checkpoints, for the ranks of a group."""
+
+    group: Group
+    path: Path
+    shared: bool
+    """Whether all ranks write where rank 0 reads; else rank 0 alone uses it."""
+
+
+def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
+    """Opens a folder, and finds who sees it; every rank calls it.
+
+    Args:
+      group: the ranks.
+      path: the folder.
+      token: a word that was never used before, the same on all ranks.
+      shard: what of a state lies in shards, as the user says it.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: something lies in shards, and a rank does not see the folder; on every rank.
+      ModuleNotFoundError: TensorStore is not installed.
+      RuntimeError: rank 0 cannot open the folder; on every rank.
+    """
+    meeting = path / f"met.{token}"
+    alone = Folder(group, path, shared=False)
+
+    def open_folder() -> None:
+        check_installed()
+        if group.rank == 0:
+            opened(path)
+            meeting.mkdir()
+
+    on_all(alone, open_folder)
+    blind = not_seen(group, meeting)
+    if blind and shard:
+        raise ValueError(
+            f"Checkpoints: ranks {blind} do not see {path} as rank 0 does, or may not write there. With "
+            f"shard={shard!r} each rank writes its part: give a folder that all hosts share."
+        )
+    return alone._replace(shared=not blind)
+
+
+def on_all(folder: Folder, act: Callable[[], Any]) -> Any:
+    """Acts on every rank, which calls it; an error of one is everybody's.
+
+    Args:
+      folder: what the ranks are at, for the error.
+      act: may raise; sends nothing.
+
+    Returns:
+      This rank's finding.
+    """
+    return verify(folder.group, f"checkpoints in {folder.path}", act, nothing_to_compare)
+
+
+def on_rank_0(folder: Folder, act: Callable[[], Any]) -> Any:
+    """Lets rank 0 act for all, which call it; its error is everybody's.
+
+    Args:
+      folder: as for `on_all`.
+      act: likewise.
+
+    Returns:
+      What rank 0 finds, and None on the others.
+    """
+    return on_all(folder, act if folder.group.rank == 0 else lambda: None)
+
+
+def say(line: str) -> None:
+    """Tells the user."""
+    with suppress(OSError):  # the disk that is full may be that of stderr
+        print(f"fddp: {line}", file=sys.stderr, flush=True)
