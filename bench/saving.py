@@ -5,7 +5,8 @@
 64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of this machine. Told are
 for each rank the most that its resident memory grows, the rank's part of the state included: to a state that is saved
 twice; in another process to one that is restored into a form, and to one that is restored into another state. Then the
-bytes that it wrote, and for how long `save` kept it.
+bytes that it wrote. At last it trains: in turns some steps without a checkpoint, and as many in which one is saved and
+written. What the latter take longer is told as a share of a hundred steps.
 """
 
 import json
@@ -30,6 +31,8 @@ from fddp.buckets import Shard, is_shard
 
 LEAVES = 16
 WIDTH = 2048
+STEPS = 6  # while which a checkpoint is written
+ROUNDS = 5
 MIB = 2**20
 
 
@@ -81,7 +84,7 @@ def rank(folder: str, act: str) -> None:
     forms = step.shapes({f"layer_{k}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for k in range(LEAVES)})
     fddp.Checkpoints(folder, step).close()  # libraries are loaded
     watched = Watched()
-    (saves if act == "save" else restores)(group, step, forms, Path(folder), watched)
+    {"save": saves, "restore": restores, "train": trains}[act](group, step, forms, Path(folder), watched)
     every = group.all_gather_object(watched.found)
     group.print(json.dumps(every))
 
@@ -112,6 +115,34 @@ def restores(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, fo
         del state, first
 
 
+def trains(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched) -> None:
+    state = filled(group, forms)
+    rows = np.ones((1, WIDTH), np.float32)
+    without, within, kept = list[float](), list[float](), list[float]()
+    with fddp.Checkpoints(folder, step, keep=1) as checkpoints:
+        state, _ = step(state, rows)
+        for turn in range(2 * ROUNDS):
+            group.barrier()
+            clock = time.perf_counter()
+            if turn % 2:
+                checkpoints.save(state, now=True)
+                kept.append(time.perf_counter() - clock)
+            for _ in range(STEPS):
+                state, _ = step(state, rows)
+            jax.block_until_ready(state)
+            if turn % 2:
+                checkpoints._writing.result()
+            group.barrier()
+            (within if turn % 2 else without).append(time.perf_counter() - clock)
+    longer = [(slow - fast) / (100 * fast / STEPS) for slow, fast in zip(within, without)]
+    watched.found |= {
+        "step_s": round(float(np.median(without)) / STEPS, 3),
+        "save_kept_s": round(float(np.median(kept)), 3),
+        "share_of_100_steps": round(float(np.median(longer)), 4),
+        "of_rounds": [round(x, 4) for x in sorted(longer)],
+    }
+
+
 def mib(files: Sequence[Path]) -> float:
     return round(sum(file.stat().st_size for file in files) / MIB, 3)
 
@@ -121,7 +152,7 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
     folder = tempfile.mkdtemp()
     found = {}
     try:
-        for act in ("save", "restore"):
+        for act in ("save", "restore", "train"):
             command = [sys.executable, "-m", "bench.saving", "rank", folder, act]
             with ending(start(backend, int(ranks), command, {"JAX_PLATFORMS": "cpu"}, stdout=-1, text=True)) as jobs:
                 texts = [job.communicate()[0] for job in jobs]
