@@ -14,7 +14,7 @@ import fddp
 
 MIB = 2**20
 LEAVES = 16
-BESIDE_MIB = 100  # a leaf and what XLA keeps beside it, programs, and what the heap does not give back
+BESIDE_MIB = 64  # a leaf and what XLA keeps beside it, programs, and what the heap does not give back
 
 
 def make() -> dict[str, jax.Array]:
