@@ -22,7 +22,7 @@ from fddp.step import ScheduleName
 from fddp.training import TrainStep
 from fddp.wording import table
 
-ONE_PROGRAM: tuple[ScheduleName, ...] = ("fused", "unordered")
+ONE_PROGRAM: tuple[ScheduleName, ...] = ("fused", "held", "unordered")
 # Large buckets, and equal ones, with no smaller one first and last.
 CAPS_MB: tuple[Caps, ...] = (100, (16,))
 
@@ -158,7 +158,8 @@ def on_target(
             f"for a target tune compiles a step of one program, got schedule={options.schedule!r}; give it 'fused'."
         )
     # The given ones come first: of steps that take equally long the first is chosen.
-    schedules: list[ScheduleName] = ["unordered", "fused"] if options.schedule == "unordered" else [*ONE_PROGRAM]
+    given = "fused" if options.schedule == "auto" else options.schedule
+    schedules = sorted(ONE_PROGRAM, key=lambda one: one != given)
     seen = set[tuple[ScheduleName, str]]()
     for cap, schedule in product((options.bucket_cap_mb, *caps_mb), schedules):
         one = OnTarget(schedule, cap, target, *moved(step.with_schedule(schedule, cap), state, batch, target))
