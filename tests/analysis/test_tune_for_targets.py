@@ -141,6 +141,6 @@ def test_a_missing_compiler_is_named(group, monkeypatch):
 def test_a_target_goes_with_a_step_and_a_loss_with_none(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
     with pytest.raises(TypeError, match="got TrainStep and target=None"):
-        fddp.tune(step, None, None)
+        fddp.tune(step, None, None)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="got function and target='h100:2'"):
         fddp.tune(square, optax.sgd(0.1), jnp.ones(()), jnp.ones(4), target="h100:2")

@@ -31,9 +31,9 @@ class Estimated(NamedTuple):
     """A schedule with a bucket cap, and the estimate of the step that XLA makes of it."""
 
     schedule: ScheduleName
-    """As of `train_step`."""
+    """The schedule, for `train_step`."""
     bucket_cap_mb: Caps
-    """MiB, as of `train_step`."""
+    """The cap in MiB, for `train_step`."""
     plan: BucketPlan
     """The buckets under this cap."""
     seconds: float
