@@ -52,7 +52,7 @@ class Choice:
     target: str
     """The machine that was compiled for: "h100:2x8"."""
     candidates: tuple[Estimated, ...]
-    """What steps are estimated to take; first the step as it was given. Those that are alike stand here once."""
+    """The estimates, first that of the step as it was given; steps that are alike stand here once."""
     best: Estimated
     """The one with the shortest step; of several the first."""
     step: TrainStep
