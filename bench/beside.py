@@ -112,7 +112,7 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
     _, model, target = name.split()
     module, preset, rows = model.split(":")
     ours = {way: took for way, took in ways.items() if way.startswith("schedule")}
-    best = min(ours, key=lambda way: ours[way][0])
+    best = min(ours, key=lambda way: (ours[way][0], way))
     plain = [min(took for way, took in ways.items() if way.startswith(start)) for start in PLAIN]
     columns = [ours[DEFAULT], ours[best], *plain]
     shortest = min(took[0] for took in columns)

@@ -15,6 +15,7 @@ from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
 from fddp.schedules.message_order import TRIED as TRIED
 from fddp.schedules.one_program import fused as fused
+from fddp.schedules.one_program import held as held
 from fddp.schedules.one_program import in_one_program as in_one_program
 from fddp.schedules.one_program import scope as scope
 from fddp.schedules.one_program import unordered as unordered

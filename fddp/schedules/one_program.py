@@ -34,6 +34,20 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
+def held(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Runs the same program as `fused`, in which all updates wait until the last message can leave.
+
+    Args:
+      group: the replicas.
+      pieces: the step.
+      donate: whether the program may reuse the state's memory.
+
+    Returns:
+      The runner.
+    """
+    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _until_the_last)
+
+
 def unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Runs the same program as `fused`, whose all-reduces XLA's scheduler puts in the order that it finds best.
 
@@ -143,6 +157,12 @@ def _run(
 
 
 def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
+    """Lets messages leave one after the other."""
+    del last
+    return sums[waited:]
+
+
+def _until_the_last(sums: list[Value], waited: int, last: bool) -> list[Value]:
     """Lets messages leave one after the other, and no sum be used before the last message leaves.
 
     Updates that are there earlier are put by XLA, on GPUs before Hopper, where the backward pass would hide a message.

@@ -78,7 +78,7 @@ PAIRS = (
             "its programs are the same on any number of replicas, and one program for all of a step is none",
             "give schedule='staged' or 'after'",
         )
-        for schedule in ("schedule='fused'", "schedule='unordered'", "schedule='eager'", OWN_SCHEDULE)
+        for schedule in (*(f"schedule={name!r}" for name in ("fused", "held", "unordered", "eager")), OWN_SCHEDULE)
     ),
     *(
         Pair(

@@ -23,7 +23,7 @@ from fddp.jaxpr import (
     touched_rows,
 )
 from fddp.losses import unjoined
-from fddp.schedules import Schedule, after, described_exchanges, eager, fused, shorter_loops, staged, unordered
+from fddp.schedules import Schedule, after, described_exchanges, eager, fused, held, shorter_loops, staged, unordered
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
@@ -34,12 +34,13 @@ from fddp.step.state import TrainState
 
 SCHEDULES: dict[str, Schedule] = {
     "fused": fused,
+    "held": held,
     "unordered": unordered,
     "after": after,
     "staged": staged,
     "eager": eager,
 }
-ONE_PROGRAM = (fused, unordered)
+ONE_PROGRAM = (fused, held, unordered)
 
 
 class Seen(NamedTuple):

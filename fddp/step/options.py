@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Types of options, once for what a call is given and once for the record that is made of it.
 Order: TypeAlias = Literal["ready", "reverse"]
-ScheduleName: TypeAlias = Literal["auto", "fused", "unordered", "staged", "eager", "after"]
+ScheduleName: TypeAlias = Literal["auto", "fused", "held", "unordered", "staged", "eager", "after"]
 Buffers: TypeAlias = bool | Literal["mean"]
 Shared: TypeAlias = Literal["optimizer", "state"]
 Ignore: TypeAlias = Callable[[str], bool]
@@ -108,11 +108,13 @@ class Options:
         the step (and the scale of `fddp.dynamic_scale`), on all ranks; the rank that made them so says whose gradient.
       check_replicas_every (0): before the first step and after so many ranks compare a digest of each parameter and of
         the optimizer's state; a difference, a flipped bit say, is an error on all, which names rank and leaf. 0: never.
-      schedule ('auto'): 'fused': one program; 'unordered': the same, but XLA chooses the order of the buckets, which
-        all ranks must compile alike; 'staged': cut where buckets become ready; 'eager': the same, and a step returns
-        before its last sums are back (with shard='state': before its parameters are gathered): they come under
-        the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager': `fddp.tune` measures whether
-        that is faster. Or a function that makes a schedule of a step's pieces (`fddp.schedules.Schedule`).
+      schedule ('auto'): 'fused': one program; 'held': the same, but all updates wait until the last bucket leaves;
+        'unordered': the same, but XLA chooses the order of the buckets, which all ranks must compile alike
+        (`fddp.tune` estimates which of the three hides the most on a GPU); 'staged': cut where buckets become ready;
+        'eager': the same, and a step returns before its last sums are back (with shard='state': before its parameters
+        are gathered): they come under the next one's forward pass; 'after': traffic last; 'auto' picks, never 'eager':
+        `fddp.tune` measures whether that is faster. Or a function that makes a schedule of a step's pieces
+        (`fddp.schedules.Schedule`).
       shard (None): 'optimizer': each replica holds a part of the optimizer's state and updates that part of the
         parameters (ZeRO, stage 1), with the bytes of an all-reduce; 'state': it holds a part of the parameters too,
         which are gathered in the order in which the forward pass uses them (stage 3, but that they stay until the

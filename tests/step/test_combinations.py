@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "donate": {"donate": True},
     "check_replicas_every": {"check_replicas_every": 2},
     "skip_nonfinite": {"skip_nonfinite": True},
-    **{f"schedule={name!r}": {"schedule": name} for name in ("fused", "unordered", "staged", "eager")},
+    **{f"schedule={name!r}": {"schedule": name} for name in ("fused", "held", "unordered", "staged", "eager")},
     OWN_SCHEDULE: {"schedule": lambda group, pieces, donate: None},
 }
 

@@ -22,7 +22,7 @@ from fddp.step import ScheduleName
 from fddp.training import TrainStep
 from fddp.wording import table
 
-ONE_PROGRAM: tuple[ScheduleName, ...] = ("fused", "unordered")
+ONE_PROGRAM: tuple[ScheduleName, ...] = ("fused", "held", "unordered")
 # Large buckets, and equal ones, with no smaller one first and last.
 CAPS_MB: tuple[Caps, ...] = (100, (16,))
 
@@ -31,9 +31,9 @@ class Estimated(NamedTuple):
     """A schedule with a bucket cap, and the estimate of the step that XLA makes of it."""
 
     schedule: ScheduleName
-    """As of `train_step`."""
+    """The schedule, for `train_step`."""
     bucket_cap_mb: Caps
-    """MiB, as of `train_step`."""
+    """The cap in MiB, for `train_step`."""
     plan: BucketPlan
     """The buckets under this cap."""
     seconds: float
@@ -52,7 +52,7 @@ class Choice:
     target: str
     """The machine that was compiled for: "h100:2x8"."""
     candidates: tuple[Estimated, ...]
-    """What steps are estimated to take; first the step as it was given. Those that are alike stand here once."""
+    """The estimates, first that of the step as it was given; steps that are alike stand here once."""
     best: Estimated
     """The one with the shortest step; of several the first."""
     step: TrainStep
@@ -158,7 +158,8 @@ def on_target(
             f"for a target tune compiles a step of one program, got schedule={options.schedule!r}; give it 'fused'."
         )
     # The given ones come first: of steps that take equally long the first is chosen.
-    schedules: list[ScheduleName] = ["unordered", "fused"] if options.schedule == "unordered" else [*ONE_PROGRAM]
+    given = "fused" if options.schedule == "auto" else options.schedule
+    schedules = sorted(ONE_PROGRAM, key=lambda one: one != given)
     seen = set[tuple[ScheduleName, str]]()
     for cap, schedule in product((options.bucket_cap_mb, *caps_mb), schedules):
         one = OnTarget(schedule, cap, target, *moved(step.with_schedule(schedule, cap), state, batch, target))
