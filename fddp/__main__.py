@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import optax
 
 import fddp
+from fddp.analysis.auditing.memory import memory_table
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.doctor import examine, installed
 from fddp.analysis.reproduction import reproduce
@@ -20,6 +21,7 @@ from fddp.analysis.workload import read_model, read_workload
 from fddp.buckets import place_scalars
 from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.supervisor import Job, launcher, supervise
+from fddp.step import Shared
 from fddp.watching import read_flights, told
 
 CAPS = ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
@@ -121,6 +123,7 @@ def add_audit(commands: argparse._SubParsersAction) -> None:
     _add_model(parser)
     parser.add_argument("--target", default="h100:8", help="a100:N, h100:N, h200:N, or h100:2x8 for two hosts of eight")
     parser.add_argument("--picture", metavar="FILE", help="draw the estimated schedule")
+    parser.add_argument("--shard", choices=get_args(Shared), help="share the state, and compare the memory of all ways")
     parser.add_argument("--beside", choices=("jit",), help="compile plain JAX of the same loss and optimizer as well")
     parser.set_defaults(run=run_audit)
 
@@ -128,9 +131,13 @@ def add_audit(commands: argparse._SubParsersAction) -> None:
 def run_audit(chosen: argparse.Namespace) -> int:
     target = read_target(chosen.target)
     workload = read_workload(chosen.model, chosen.rows * target.size)
-    step, state = workload.step(target.group(), **_caps(chosen))
+    group = target.group()
+    step, state = workload.step(group, shard=chosen.shard, **_caps(chosen))
     report = fddp.audit(step, state, workload.batch, chosen.target, beside=chosen.beside)
     print(report)
+    if chosen.shard:
+        caps = _caps(chosen)
+        print(memory_table(lambda way: fddp.audit(*workload.step(group, **way, **caps), workload.batch, target.name)))
     if chosen.picture:
         report.picture(chosen.picture)
     return 1 if report.problems() else 0

@@ -15,6 +15,7 @@ import pytest
 from problems import square
 
 import fddp
+from fddp.analysis.auditing.memory import WAYS, memory_table
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
@@ -579,3 +580,23 @@ def test_an_all_to_all_is_no_merged_bucket(group):
     assert {collective.kind for collective in audit.collectives} >= {"all-to-all", "all-gather"}
     assert {"bucket 0", "tail"} == {audit.label(k) for k in range(len(audit.collectives))}
     assert not any("merged" in problem for problem in audit.problems())
+
+
+@aot
+def test_the_memory_of_a_step_is_told_before_it_runs():
+    """AdamW: three numbers for each parameter, of which eight replicas share two, or all."""
+    module, model, _, options = MODELS["gpt"]
+    given = workload(module, model, 8 * 8)
+    numbers = sum(x.size for x in jax.tree.leaves(given.params))
+    peaks = []
+    audits = [look(given, "h100:8", **options, **way) for way in WAYS.values()]
+    for audit, shared in zip(audits, (0, 2, 3, 3)):
+        assert audit.memory is not None
+        assert f"memory of a device: {audit.memory}" in str(audit)
+        assert audit.memory.given == pytest.approx(4 * numbers * (3 - shared + shared / 8), rel=0.02)
+        peaks.append(audit.memory.peak)
+    # Parameters that are gathered for each pass are not whole all the time.
+    assert peaks[3] < peaks[2] < peaks[0]
+    rows = memory_table(lambda way: audits[list(WAYS.values()).index(way)]).splitlines()
+    assert len(rows) == 5
+    assert f"{peaks[3] / 2**20:.1f}" in rows[4]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from fddp.analysis.auditing.beside import Plain, beside_jit
 from fddp.analysis.auditing.carried import carried, merged, within_replicas
 from fddp.analysis.auditing.estimate import estimate
+from fddp.analysis.auditing.memory import Memory, memory_of
 from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
@@ -52,6 +53,8 @@ class Audit:
     timeline: Timeline | None
     """The spans of a step on the target, as `estimate` has them; None without a target. The names of communication
     are numbers of collectives."""
+    memory: Memory | None = None
+    """The bytes that a device needs for a step; None where the platform does not tell."""
     beside: tuple[Plain, ...] = ()
     """Plain JAX of the same loss and optimizer on the target, where that was asked."""
 
@@ -125,6 +128,7 @@ class Audit:
                 f"estimated at peak rates: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms of traffic "
                 f"exposed, {line.overlap_share:.0%} of all under computation"
             )
+        lines += [f"memory of a device: {self.memory}"] if self.memory else []
         lines += [_told(plain) for plain in self.beside]
         lines += [f"problem: {problem}" for problem in self.problems()] or ["no problem found"]
         return "\n".join(lines)
@@ -171,11 +175,13 @@ def audit(
         )
     if there is not None:
         step, state, batch = moved(step, state, batch, there)
-    module = parse(step.lower(state, batch).compile().as_text() or "")
+    compiled = step.lower(state, batch).compile()
+    module = parse(compiled.as_text() or "")
     collectives = find_collectives(module)
     where = there.name if there is not None else jax.default_backend()
     within = within_replicas(collectives, step.group.placement)
     found = read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
+    found = replace(found, memory=memory_of(compiled))
     if there is None or not beside:
         return found
     return replace(found, beside=tuple(way() for way in beside_jit(step, state, batch, there).values()))
