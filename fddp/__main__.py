@@ -12,7 +12,7 @@ import jax
 import optax
 
 import fddp
-from fddp.analysis.auditing.memory import memory_table
+from fddp.analysis.auditing.device_memory import memory_table
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.doctor import examine, installed
 from fddp.analysis.reproduction import reproduce

@@ -15,7 +15,7 @@ import pytest
 from problems import square
 
 import fddp
-from fddp.analysis.auditing.memory import WAYS, memory_table
+from fddp.analysis.auditing.device_memory import WAYS, memory_table
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
@@ -166,7 +166,7 @@ def test_buckets_that_xla_orders_are_messages_of_their_own_too():
 
 
 @aot
-@pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, a pmean for each leaf"])
+@pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
 def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
     """No mean over rows is sent: only gradients, and two scalars."""
     one = workload(resnet, resnet.PRESETS["tiny"], 16)
@@ -211,7 +211,7 @@ def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     audit = fddp.audit(step, state, one.batch, target, beside="jit")
     ways = {plain.way: plain.timeline.seconds for plain in audit.beside}
     assert audit.timeline is not None and audit.timeline.seconds <= min(ways.values())
-    assert [*ways][:2] == ["jit with NamedSharding", "shard_map, a pmean for each leaf"]
+    assert [*ways][:2] == ["jit with NamedSharding", "shard_map, pmean a leaf"]
     assert all(f"beside: {way}: {1e3 * seconds:.2f} ms" in str(audit) for way, seconds in ways.items())
 
 

@@ -25,7 +25,7 @@ from fddp.training import TrainStep
 FLAG = "xla_gpu_enable_latency_hiding_scheduler"
 HOPPER = (9, 0)
 JIT = "jit with NamedSharding"
-SHARD_MAP = "shard_map, a pmean for each leaf"
+SHARD_MAP = "shard_map, pmean a leaf"
 HIDING = ", latency hiding"  # a way under that flag
 
 

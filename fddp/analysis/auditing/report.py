@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from fddp.analysis.auditing.beside import Plain, beside_jit
 from fddp.analysis.auditing.carried import carried, merged, within_replicas
+from fddp.analysis.auditing.device_memory import Memory, memory_of
 from fddp.analysis.auditing.estimate import estimate
-from fddp.analysis.auditing.memory import Memory, memory_of
 from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
@@ -253,7 +253,7 @@ def read(
 def _told(plain: Plain) -> str:
     line = plain.timeline
     return (
-        f"beside: {plain.way}: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} ms exposed, "
+        f"beside: {plain.way}: {1e3 * line.seconds:.2f} ms a step, {1e3 * line.exposed:.2f} exposed, "
         f"{plain.asynchronous} of {plain.collectives} asynchronous"
     )
 
