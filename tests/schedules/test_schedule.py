@@ -334,7 +334,9 @@ def test_a_schedule_may_be_a_function_of_the_users_own(group):
         assert "schedule=noted" in repr(fddp.Options(schedule=schedule))
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0)
     jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, ends[0])
-    with pytest.raises(ValueError, match="schedule must be one of auto, fused, staged, eager, after, got 3"):
+    with pytest.raises(
+        ValueError, match="schedule must be one of auto, fused, held, unordered, staged, eager, after, got 3"
+    ):
         fddp.train_step(loss, optax.sgd(0.1), schedule=3)  # pyright: ignore[reportArgumentType]
 
 
