@@ -11,6 +11,7 @@ from fddp.hlo.module import Computation, Instruction, Module
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "add-dependency", "opt-barrier"}
+FUSIONS = ("fusion", "fusion-start")  # the second runs beside what stands behind it
 SLICES = {"slice", "dynamic-slice", "gather"}
 UPDATE = "dynamic-update-slice"
 
@@ -38,7 +39,7 @@ def work(module: Module, instruction: Instruction, computation: Computation) -> 
     own = _own_work(instruction, computation)
     if own is not None:
         return (own,)
-    if instruction.opcode not in ("fusion", "call", "while", "conditional", "async-start"):
+    if instruction.opcode not in (*FUSIONS, "call", "while", "conditional", "async-start"):
         return ()
     parts = [
         tuple(one for inner in called.values() for one in work(module, inner, called))
@@ -70,10 +71,11 @@ def traffic(module: Module, instruction: Instruction, computation: Computation) 
         return instruction.trips * sum(inner)
     if instruction.opcode == UPDATE:
         return 2 * _nbytes(computation[instruction.operands[1]])
-    if instruction.opcode != "fusion":
+    if instruction.opcode not in FUSIONS:
         return _nbytes(instruction) + sum(_nbytes(computation[name]) for name in instruction.operands)
     body = module.computations[instruction.calls[0]]
-    return _nbytes(instruction) - _kept(body) + _read(body)
+    *_, made = body.values()
+    return _nbytes(made) - _kept(body) + _read(body)
 
 
 def _nbytes(instruction: Instruction) -> int:

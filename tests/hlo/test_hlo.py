@@ -142,6 +142,9 @@ def test_a_fusion_that_takes_a_slice_reads_only_that():
         "  ROOT %slice = f32[10] slice(%p), slice={[5:15]}\n}\n\nENTRY",
     )
     assert traffic(parse(text), *lines_of(text)["fusion"]) == 4 * (10 + 10)
+    # So does one that runs beside others, whose result holds its input as well: JAX 0.11's in loops.
+    beside = text.replace("%fusion = f32[10] fusion(", "%fusion = ((f32[1000]), f32[10], u32[]) fusion-start(")
+    assert traffic(parse(beside), *lines_of(beside)["fusion"]) == 4 * (10 + 10)
 
 
 ### Flights
