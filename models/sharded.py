@@ -4,9 +4,10 @@ JAX_NUM_CPU_DEVICES=4 python models/sharded.py     four devices of one process
 
 mpiexec -n 2 python models/sharded.py              two processes over MPI
 
-With `shard="state"` each replica keeps its part of the parameters and of AdamW's two moments. A step gathers the
-parameters, layer after layer as the forward pass comes to them, and scatters the gradients. Model, loss and optimizer
-are those of one device; clipping by the norm over all parameters is one more sum.
+With `shard="state"` each replica keeps its part of the parameters and of AdamW's two moments, and with a function in
+place of parameters it never has more. A step gathers the parameters, layer after layer as a pass comes to them, drops
+them behind it, and scatters the gradients. Model, loss and optimizer are those of one device; clipping by the norm over
+all parameters is one more sum.
 
 Source: Rajbhandari et al., "ZeRO" (2020), stage 3.
 """
@@ -42,11 +43,15 @@ def main(steps: int = 200, batch: int = 16, save: Path | None = None, seed: int 
     group = fddp.init()
     loss_fn = gpt.loss_fn(model)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
-    step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True, shard="state")
-    params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
-    whole = mib(jax.eval_shape(lambda params: (params, optimizer.init(params)), params))
-    state = step.init(params)
-    del params  # or they would stay here, whole
+    shards: Any = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 1}
+    step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True, **shards)
+
+    def make() -> Any:
+        return gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))[0]
+
+    state = step.init(make)
+    params = jax.eval_shape(make)
+    whole = mib((params, jax.eval_shape(optimizer.init, params)))
     held = mib(jax.tree.map(lambda x: x.addressable_shards[0].data, (state.params, state.opt_state)))
     group.print(f"each of {group.size} replicas holds {held:.3f} MiB, the state has {whole:.3f} MiB")
 
