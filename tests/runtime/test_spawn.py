@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,10 +114,7 @@ def test_ranks_that_have_not_ended_in_time_are_ended(tmp_path: Path):
 def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(number: signal.Signals, tmp_path: Path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, str(WORKERS / "spawns.py"), str(tmp_path)]
-    # A suite that a shell runs in the background ignores SIGINT, and its children would, too.
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    how: Any = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": heeding}
-    caller = subprocess.Popen(words, env=env, **how)
+    caller = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         until = time.monotonic() + END_S
         while len(list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < until:

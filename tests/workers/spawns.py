@@ -1,6 +1,7 @@
 """A script that starts two ranks and waits for them, which tell their numbers and stay: `spawns.py FOLDER`."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,4 +17,6 @@ def stay(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    # A suite that a shell runs in the background ignores SIGINT, and its children would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fddp.launch(stay, 2, sys.argv[1])
