@@ -254,6 +254,11 @@ def test_no_other_rank_is_called_slow(told: dict[str, Any]):
     assert told_of(rank(0), rank(1), rank(2, **told)) == []
 
 
+def test_a_few_milliseconds_that_the_operating_system_took_make_no_rank_slow():
+    short = {"between": 0.0, "computing": 0.001, "inside": 0.004, "typical": 0.004}
+    assert told_of(rank(0, **short), rank(1, **short | {"computing": 0.0035})) == []
+
+
 def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
     words = (
         "rank 1 has called no_sync 9 times by step 52, and rank 0 6 times: call it equally often on each rank, or they "

@@ -11,6 +11,7 @@ from statistics import median
 from .verdicts import Report
 
 STEPS = 20  # that every rank has taken before one is called a straggler
+LEAST_S = 0.01  # a straggler takes so many seconds longer: less comes and goes with the operating system
 TIMES = 3  # a straggler takes so many times as long as the others, in three of four steps
 SHARE = 0.5  # of a step, that a straggler's own part takes at least: else the others do not wait for it
 
@@ -39,7 +40,7 @@ def straggler(going: Mapping[int, Report]) -> dict[str, str]:
     between, computing = (median(x) for x in zip(*(times[rank] for rank in times if rank != slow)))
     own = sum(times[slow])
     theirs = between + computing
-    if not theirs or own < TIMES * theirs or own < SHARE * going[slow]["typical"]:
+    if not theirs or own < max(TIMES * theirs, theirs + LEAST_S) or own < SHARE * going[slow]["typical"]:
         return {}
     mostly = times[slow][0] - between > times[slow][1] - computing
     where = "most of it between steps (its input, say)" if mostly else "most of it computing"
