@@ -6,9 +6,11 @@ from typing import Any
 
 import fddp
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine
+from fddp.analysis.auditing import device_memory
 from fddp.analysis.auditing.report import Audit
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import read_workload
+from fddp.buckets import MiB
 
 SHARDS = (None, "optimizer", "state")
 REPLICAS = 8
@@ -57,10 +59,9 @@ def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
 
 def allocated(lowered: Any) -> dict[str, float]:
     """The MiB that XLA says a program has: arguments, and what it allocates beside them."""
-    compiled = lowered.compile()
-    memory: Any = compiled.memory_analysis()
-    more = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {"arguments_MiB": memory.argument_size_in_bytes / 2**20, "more_MiB": more / 2**20}
+    memory = device_memory.memory_of(lowered.compile())
+    assert memory is not None  # of GPUs XLA tells it
+    return {"arguments_MiB": memory.given / MiB, "more_MiB": memory.more / MiB}
 
 
 def told(audit: Audit) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
+
+import jax.numpy as jnp
 
 from fddp.jax_internals import (
     COLLECTIVES,
@@ -84,6 +86,35 @@ def text_digest(closed: ClosedJaxpr) -> str:
 def variables(atoms: Iterable[Any]) -> Iterator[Var]:
     """The variables among the inputs or outputs of equations; the others are literals."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def makers(eqns: Sequence[JaxprEqn], values: Iterable[Var], also: Iterable[JaxprEqn] = ()) -> list[JaxprEqn]:
+    """Finds the equations by which values are made.
+
+    Args:
+      eqns: the equations to choose from.
+      values: what is wanted.
+      also: equations that are wanted besides, with those that make what they read.
+
+    Returns:
+      The equations, in order.
+    """
+    wanted = set(values)
+    ids = set(map(id, also))
+    made: list[JaxprEqn] = []
+    for eqn in reversed(eqns):
+        if id(eqn) in ids or not wanted.isdisjoint(eqn.outvars):
+            made.append(eqn)
+            wanted.update(variables(eqn.invars))
+    return made[::-1]
+
+
+def value_of(values: Mapping[Var, Any], atom: Any) -> Any:
+    """The value of a variable, or of a literal as an array."""
+    if not isinstance(atom, Literal):
+        return values[atom]
+    form: Any = atom.aval
+    return jnp.asarray(atom.val, form.dtype)
 
 
 def cheap(eqn: JaxprEqn) -> bool:

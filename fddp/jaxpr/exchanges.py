@@ -10,7 +10,6 @@ from itertools import count as count_up
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fddp.jax_internals import (
     COLLECTIVES,
@@ -23,7 +22,7 @@ from fddp.jax_internals import (
     make_program,
     run_as_it_is,
 )
-from fddp.jaxpr.equations import cheap, straighten, variables
+from fddp.jaxpr.equations import cheap, straighten, value_of, variables
 from fddp.jaxpr.flow import arrival, flow
 
 
@@ -81,12 +80,12 @@ def apart(closed: ClosedJaxpr, axis_name: str | None, comes: Mapping[int, int]) 
         for eqn in _in_order(jaxpr.eqns, batches):
             if id(eqn) in first:
                 eqns = first[id(eqn)]
-                gives += [_value(values, var)[None] for var in _operands(eqns)]
+                gives += [value_of(values, var)[None] for var in _operands(eqns)]
                 values.update((var, next(came)[0]) for var in _made(eqns))
             elif id(eqn) not in others:
-                made = run_as_it_is(program, eqn, [_value(values, atom) for atom in eqn.invars])
+                made = run_as_it_is(program, eqn, [value_of(values, atom) for atom in eqn.invars])
                 values.update(zip(eqn.outvars, made))
-        return [*(_value(values, atom) for atom in jaxpr.outvars), *gives]
+        return [*(value_of(values, atom) for atom in jaxpr.outvars), *gives]
 
     return Apart(run, tuple(exchanges))
 
@@ -155,10 +154,3 @@ def _operands(eqns: Sequence[JaxprEqn]) -> list[Var]:
 
 def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
     return [var for eqn in eqns for var in eqn.outvars]
-
-
-def _value(values: Mapping[Var, Any], atom: Any) -> Any:
-    if not isinstance(atom, Literal):
-        return values[atom]
-    form: Any = atom.aval
-    return jnp.asarray(atom.val, form.dtype)

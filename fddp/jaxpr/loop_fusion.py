@@ -24,10 +24,10 @@ from fddp.jax_internals import (
     run_as_it_is,
     scan_body,
 )
-from fddp.jaxpr.equations import collectives, straighten, variables
+from fddp.jaxpr.equations import collectives, makers, straighten, variables
 from fddp.jaxpr.part_kinds import RESHAPES
 from fddp.jaxpr.rounds import form_of
-from fddp.jaxpr.row_origins import Origin, makers, origin_of, row_dims, rows_read
+from fddp.jaxpr.row_origins import Origin, origin_of, row_dims, rows_read
 
 
 def fused_loops(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 
 from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts, run_as_it_is
-from fddp.jaxpr.equations import cheap, straighten, variables
+from fddp.jaxpr.equations import cheap, makers, straighten, value_of, variables
 from fddp.jaxpr.flow import flow
 
 # (group, values that must be there before it comes) → its weights, by the numbers of inputs; and these values
@@ -109,31 +109,20 @@ def run_in_readings(program: InReadings, args: Sequence[Any], bring: Bring) -> l
         if eqn is not None:
             _run(program, eqn, values)
             made = [*filter(_is_numbers, eqn.outvars)][:1] or made
-    return [_value(values, atom) for atom in jaxpr.outvars]
+    return [value_of(values, atom) for atom in jaxpr.outvars]
 
 
 def _passes(program: ClosedJaxpr, forward: Collection[int]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """The equations of the forward pass, and the other ones that somebody needs, in order."""
     eqns = program.jaxpr.eqns
     outputs = program.jaxpr.outvars
-    needed = _needed(eqns, outputs, filter(acts, eqns))
-    ids = set(map(id, _needed(eqns, [outputs[number] for number in forward])))
+    needed = makers(eqns, variables(outputs), filter(acts, eqns))
+    wanted = list(variables(outputs[number] for number in forward))
+    ids = set(map(id, makers(eqns, wanted)))
     end = max((place for place, eqn in enumerate(needed) if id(eqn) in ids), default=-1)
     # What is printed before the loss is there belongs to the forward pass.
-    ids = set(map(id, _needed(eqns, [outputs[number] for number in forward], filter(acts, needed[:end]))))
+    ids = set(map(id, makers(eqns, wanted, filter(acts, needed[:end]))))
     return [eqn for eqn in needed if id(eqn) in ids], [eqn for eqn in needed if id(eqn) not in ids]
-
-
-def _needed(eqns: Sequence[JaxprEqn], outputs: Iterable[Any], also: Iterable[JaxprEqn] = ()) -> list[JaxprEqn]:
-    """The equations by which outputs are made, and some others with those that these need, in order."""
-    wanted = set(variables(outputs))
-    ids = set(map(id, also))
-    found = list[JaxprEqn]()
-    for eqn in reversed(eqns):
-        if id(eqn) in ids or not wanted.isdisjoint(eqn.outvars):
-            found.append(eqn)
-            wanted.update(variables(eqn.invars))
-    return found[::-1]
 
 
 def _groups_of(program: ClosedJaxpr, groups: Mapping[int, int]) -> Callable[[Any], frozenset[int]]:
@@ -186,15 +175,10 @@ def _make_anew(program: InReadings, values: dict[Var, Any], fresh: set[Var]) -> 
 
 
 def _run(program: InReadings, eqn: JaxprEqn, values: dict[Var, Any]) -> None:
-    made = run_as_it_is(program.closed, eqn, [_value(values, atom) for atom in eqn.invars])
+    made = run_as_it_is(program.closed, eqn, [value_of(values, atom) for atom in eqn.invars])
     values.update(zip(eqn.outvars, made))
 
 
 def _is_numbers(var: Var) -> bool:
     form: Any = var.aval
     return jnp.issubdtype(form.dtype, jnp.inexact) and form.size > 1
-
-
-def _value(values: Mapping[Var, Any], atom: Any) -> Any:
-    form: Any = atom.aval
-    return jnp.asarray(atom.val, form.dtype) if isinstance(atom, Literal) else values[atom]

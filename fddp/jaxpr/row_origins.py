@@ -3,7 +3,7 @@
 What is computed behind a loop, of its rows and of what was there before it, can be computed inside of the loop.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fddp.jax_internals import (
@@ -17,7 +17,7 @@ from fddp.jax_internals import (
     permutes,
     scan_body,
 )
-from fddp.jaxpr.equations import straighten, variables
+from fddp.jaxpr.equations import makers, straighten, variables
 from fddp.jaxpr.part_kinds import ELEMENTWISE, RESHAPES
 from fddp.jaxpr.rounds import Stack, form_of, with_slices
 
@@ -104,17 +104,6 @@ def _last_loop(jaxpr: Jaxpr, rows: Sequence[Any], end: int) -> int | None:
             return place
         wanted.update(rows_read(eqn))
     return None
-
-
-def makers(eqns: Sequence[JaxprEqn], values: Iterable[Var]) -> list[JaxprEqn]:
-    """The equations, of these, that values are made by, in order."""
-    wanted = set(values)
-    made: list[JaxprEqn] = []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            made.append(eqn)
-            wanted.update(variables(eqn.invars))
-    return made[::-1]
 
 
 def _reached(eqns: Sequence[JaxprEqn], first: JaxprEqn) -> set[Var]:

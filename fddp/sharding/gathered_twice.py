@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import BucketPlan, Messages, join, plan_of_parts, take_apart, unpack_rows, whole_forms
+from fddp.buckets import BucketPlan, Messages, join, take_apart, unpack_rows, whole_forms
 from fddp.comm import drop_replica_dim
 from fddp.hooks import plain_bytes
 from fddp.jaxpr import in_readings, run_in_readings
 from fddp.schedules import Pieces, scope
-from fddp.sharding.micro_batches import Before, micro_batches
+from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.own_parts import Kept, Parts
 from fddp.sharding.parts_update import Update
 from fddp.step import Replica, TrainState
@@ -37,11 +37,8 @@ def gathered_twice(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
     Returns:
       The pieces.
     """
-    parts = Parts(replica, plan, plan_of_parts(plan), use)
+    parts = Parts(replica, plan, use)
     order = range(len(plan.buckets))
-
-    def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
-        return Before(None, pending)
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Kept, sent: Any) -> tuple[Any, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -49,7 +46,7 @@ def gathered_twice(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
         of_gathers = drop_replica_dim(kept.nbytes) * np.uint32(replica.options.accumulation_steps)
         return (equal, parts.sent(info, sent, of_gathers, order)), mine
 
-    return Pieces(tuple(micro_batches(parts, begin, partial(_gradients, parts))), update)
+    return Pieces(tuple(micro_batches(parts, as_the_state_is, partial(_gradients, parts))), update)
 
 
 def _gradients(parts: Parts, state: TrainState, shards: Any, before: Before, part: Any) -> tuple[Any, Any, Any, Any]:

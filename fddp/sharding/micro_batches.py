@@ -82,6 +82,12 @@ def micro_batches(
     return [one(number) for number in range(of)]
 
 
+def as_the_state_is(state: TrainState, pending: Any, messages: Messages) -> Before:
+    """Begins with what is pending alone: nothing was gathered before."""
+    del state, messages
+    return Before(None, pending)
+
+
 def _following(kept: Before, came: Messages) -> Before:
     """The values that are there when the next micro-batch begins."""
     return kept._replace(params=drop_replica_dim(kept.params), sums=(*kept.sums, came.arrays))

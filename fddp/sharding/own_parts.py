@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from fddp.buckets import (
     own_part,
     pack,
     pack_rows,
+    plan_of_parts,
     take_tail,
     unpack,
     unpack_rows,
@@ -52,9 +53,12 @@ class Parts:
     replica: Replica
     plan: BucketPlan
     """The buckets, of whole leaves."""
-    of_parts: BucketPlan
-    """The same, of parts."""
     update: Update
+
+    @cached_property
+    def of_parts(self) -> BucketPlan:
+        """The same buckets, of parts."""
+        return plan_of_parts(self.plan)
 
     @property
     def scatters(self) -> tuple[Reduction, ...]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fddp.buckets import BucketPlan, Messages, join, plan_of_parts, take_apart
+from fddp.buckets import BucketPlan, Messages, join, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.schedules import Pieces, Round
-from fddp.sharding.micro_batches import Before, by_whole_parameters, micro_batches
+from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parameters, micro_batches
 from fddp.sharding.own_parts import Parts
 from fddp.sharding.parts_update import Update
 from fddp.step import Replica, TrainState
@@ -35,11 +35,8 @@ def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
     Returns:
       The pieces.
     """
-    parts = Parts(replica, plan, plan_of_parts(plan), use)
+    parts = Parts(replica, plan, use)
     order = range(len(plan.buckets))
-
-    def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
-        return Before(None, pending)
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -55,7 +52,7 @@ def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
         return (new, parts.sent(info, of_scatters, of_gathers, order)), mine
 
     rounds = (
-        *micro_batches(parts, begin, partial(by_whole_parameters, parts)),
+        *micro_batches(parts, as_the_state_is, partial(by_whole_parameters, parts)),
         Round("update", ("state", "shards"), update, parts.gathers(order)),
     )
     return Pieces(rounds, unpack, "unpack")
@@ -73,7 +70,7 @@ def gathered_first(replica: Replica, plan: BucketPlan, order: Sequence[int], use
     Returns:
       The pieces.
     """
-    parts = Parts(replica, plan, plan_of_parts(plan), use)
+    parts = Parts(replica, plan, use)
 
     def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
         return parts.gathered(parts.own(join(state, shards).params), order), ()

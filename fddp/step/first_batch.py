@@ -95,7 +95,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     travelling = [one for i in chosen for one in each[i]]
     exchanges = described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else []
     # The program says when a parameter is gathered.
-    again = replica.options.reshard_after_forward
+    again = replica.options.reshard_after_forward and replica.group.processes > 1
     gathers = [f"program, with reshard_after_forward, {text_digest(program)}"] if again else []
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     return Seen(

@@ -145,7 +145,7 @@ def _check_start(replica: Replica, optimizer: Optimizer, params: Any, made: bool
     remembers = jax.tree.leaves(replica.memory_form(params))
     others = {
         MEMORY: f"{replica.options.hook}, which remembers things from step to step" if remembers else "",
-        FUNCTION: "a function in place of parameters" if made else "",
+        FUNCTION: FUNCTION if made else "",
         LOOKAHEAD: LOOKAHEAD if isinstance(params, optax.LookaheadParams) else "",
     }
     refuse(replica.asked | {name: shown for name, shown in others.items() if shown})

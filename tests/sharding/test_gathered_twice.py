@@ -21,7 +21,6 @@ pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
 LAYERS = 3
-# What a program with another loss needs beside plain parameters.
 WIDTH = 6
 ROWS = np.random.default_rng(0).normal(size=(24, WIDTH))
 
