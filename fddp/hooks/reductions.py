@@ -34,6 +34,9 @@ class Reduction(NamedTuple):
     apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
     """(comm, message, memory) → (sum, new memory); None: the plain sum, which a group may make in a better way between
     programs."""
+    memory: int | None = None
+    """The place in `Memory` of all that its hook remembers; None: the sum is plain. Messages with one place take turns,
+    each with the memory that the one before it left."""
     asks: Asks | None = None
     """The message that decides whether this one is sent; None: it always is."""
     carries: str = "loss and metrics"
@@ -92,8 +95,9 @@ def reductions(
         if bucket.rows:  # the message before this one had its rows, and says whether any are left
             return one._replace(asks=Asks(number - 1, flags(bucket, replicas)))
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(bucket))
-        apply = None if hook is None else partial(_hooked, hook, forms)
-        return one._replace(apply=apply, asks=None if mask is None else Asks(0, tuple(place[i] for i in bucket.leaves)))
+        asks = None if mask is None else Asks(0, tuple(place[i] for i in bucket.leaves))
+        hooked = {} if hook is None else {"apply": partial(_hooked, hook, forms), "memory": number}
+        return one._replace(asks=asks, **hooked)
 
     return tuple(of(number, message) for number, message in enumerate(plan.messages))
 

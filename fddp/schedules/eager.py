@@ -21,6 +21,7 @@ from fddp.hooks import Memory, plain_bytes
 from fddp.jaxpr import used_up
 from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.gathers_ahead import gathers_ahead
+from fddp.schedules.hook_memory import promised_memory, remembered
 from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.message_order import Trial, orders
@@ -30,6 +31,8 @@ from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, rout
 from fddp.schedules.slice_by_slice import slice_by_slice
 from fddp.schedules.staged import refuse_without_jit
 from fddp.schedules.tasks import TaskList, Value
+
+BEHIND = "communication"  # the queue of messages that come back behind a step
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -71,7 +74,7 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=slice_by_slice)
     queue_of = heard(group, by_kind)
     trial = Trial(group)
-    launcher = Launcher(group, lanes=("communication",))
+    launcher = Launcher(group, lanes=(BEHIND,))
     # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
     known = dict[int, dict[Value, jax.ShapeDtypeStruct]]()
     used = list[Any]()  # arrays that a step donates; it may not have come to that when the next step begins
@@ -99,7 +102,10 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
         carried = [name for name in routes.kept if name.replaces in values] if first and beside else []
         used[:] = [values[name] for name in now.arranged.gives]
         late = {name: Promise(form) for name, form in known.get(id(now), {}).items()}
-        results = launcher.launch(now, routes, values, late=late).results
+        done = launcher.launch(now, routes, values, memory=memory, late=late)
+        results = done.results
+        job = done.jobs.get(BEHIND) if late and memory else None
+        memory = promised_memory(done, job, memory) if job else remembered(done, memory)
         if first:
             known[id(now)] = forms_of({name: results[name] for name in carried})
         launcher.log.end()

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from fddp.comm import Group
 from fddp.hooks import Memory
 from fddp.schedules.ahead_of_time import compiled
+from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launched, Launcher, own_lane
 from fddp.schedules.lists import in_stages
 from fddp.schedules.pieces import Pieces, Runner
@@ -95,11 +96,13 @@ def gathers_ahead(group: Group, pieces: Pieces, donate: bool) -> Runner:
         values.update(here.results)
         here.results.clear()
         late = _futures(map(following, opening.kept)) if leaves and beside else {}
-        done = launcher.launch(now, crossing if leaves else ending, values, sends=sends, before=here, late=late)
+        way = crossing if leaves else ending
+        done = launcher.launch(now, way, values, memory=memory, sends=sends, before=here, late=late)
+        memory = remembered(done, memory)
         if leaves:
             brought = {value: done.results.pop(following(value)) for value in opening.kept}
             given = tuple(done.results[new(value)] for value in opening.given)
-            left = Ahead(given, done._replace(results=brought))
+            left = Ahead(given, done._replace(results=brought, memory={}))
         launcher.log.end()
         return *now.listed.leave(done.results), memory
 

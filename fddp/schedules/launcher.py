@@ -39,10 +39,12 @@ class Launched(NamedTuple):
     jobs: Mapping[str, Future[None]]
     """The queues beside the calling thread's, by name."""
     sent: Mapping[Value, Sent]
-    """The messages that are over, by the names of what was sent, without their sums."""
+    """The messages that are over, by the names of what was sent, without their sums and memories."""
+    memory: Mapping[int | None, Any]
+    """The hooks' memory as the messages that are over have left it, by its places."""
 
 
-NOTHING = Launched({}, {}, {})
+NOTHING = Launched({}, {}, {}, {})
 
 
 class Launcher:
@@ -79,7 +81,7 @@ class Launcher:
           now: its programs.
           routes: the tasks, those of the list or some of them.
           values: those that are there at first, or futures of them; they are taken over.
-          memory: of the hooks.
+          memory: of the hooks; its arrays may be futures.
           sends: (queue) → what sends its messages; as the list was prepared for queues that are left out.
           before: what was launched for this very step before; its updates wait for that.
           late: futures of the results that may come late; without any nothing goes on.
@@ -90,13 +92,14 @@ class Launcher:
         queues = Queues(routes, values, late)
         values.clear()
         sent = dict[Value, Sent]()
+        remembered = dict[int | None, Any](enumerate(memory))
         jobs = self._jobs = dict[str, Future[None]]()
         made = dict[Value, float]()  # when messages were made, where their own threads have seen it first
 
         def sending(queue: str) -> Do:
             one = sends.get(queue, now.send)
             others = [other for other in routes.speaking if other not in {queue, *self._lanes}]
-            return self._sending(now, one, memory, sent, before, lambda: [jobs[other] for other in others], made)
+            return self._sending(now, one, remembered, sent, before, lambda: [jobs[other] for other in others], made)
 
         updating = self._updating(now, before)
         computing, idle = self._computing(now, made)
@@ -113,7 +116,7 @@ class Launcher:
         except BaseException:
             wait([*before.jobs.values(), *jobs.values()])
             raise
-        return Launched(results, jobs, sent)
+        return Launched(results, jobs, sent, remembered)
 
     def failed(self) -> bool:
         """Whether a queue of the last launch has failed meanwhile; that is told once."""
@@ -182,7 +185,7 @@ class Launcher:
         self,
         now: Prepared,
         send: Send,
-        memory: Memory,
+        memory: dict[int | None, Any],
         sent: dict[Value, Sent],
         before: Launched,
         others: Callable[[], Sequence[Future[None]]],
@@ -192,12 +195,17 @@ class Launcher:
 
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             message, *asked = jax.block_until_ready(read)
+            number = now.numbers[task.reads[0]]
+            place = now.listed.messages[number].reduction.memory
+            mine = jax.tree.map(awaited, memory.get(place, ()))
             made[task.reads[0]] = perf_counter()
             with self.log.under_way(task) as note:
-                one = send(now.numbers[task.reads[0]], memory, lambda: asked[0], message)
+                one = send(number, mine, lambda: asked[0], message)
                 note(one.span)
+            if place in memory:
+                memory[place] = one.memory
             # Without the sum, which is to live no longer than until its last reader has it.
-            sent[task.reads[0]] = one._replace(total=None)
+            sent[task.reads[0]] = one._replace(total=None, memory=None)
             return one.total, *([told()] if BYTES in task.writes else [])
 
         def told() -> Any:

@@ -120,11 +120,11 @@ def _run(
     would never be finite again; and an optimizer that skips such a step does not use the other hooks' sums either.
     """
     values = listed.enter(state, pending, shards, rows)
-    before = drop_replica_dim(memory) or ((),) * len(listed.messages)
+    before = dict[int | None, Any](enumerate(drop_replica_dim(memory)))
+    after = dict(before)
     sums = list[Value]()
     waited = 0  # how many of them a message has waited for
     last = next((task for task in reversed(listed.messages) if task.reduction.rounds == 1), None)
-    remembered = list[Any]()
     sent = list[Any]()
     for task in listed.tasks:
         read = [values[name] for name in task.reads]
@@ -143,17 +143,18 @@ def _run(
                 message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in behind)))
                 values.update(zip(behind, held))
                 waited = len(sums)
-            mine = before[len(sent)]
+            place = task.reduction.memory
+            mine = after.get(place, ())
             values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, said, message, mine)
+            after |= {place: mine} if place in before else {}
         sums.append(task.writes[0])
-        remembered.append(mine)
         sent.append(nbytes)
         if BYTES in task.writes:
             values[BYTES] = jnp.stack(sent)
     hooked = [values[task.writes[0]] for task in listed.messages if task.reduction.apply]
     finite = jnp.all(jnp.array([all_finite(total) for total in hooked], bool))
-    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(remembered), tuple(before))
-    return *listed.leave(values), add_replica_dim(new[: len(memory)])
+    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    return *listed.leave(values), add_replica_dim(tuple(new[place] for place in range(len(memory))))
 
 
 def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:

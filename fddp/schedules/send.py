@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt32
 
 from fddp.buckets import BucketPlan
 from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim
-from fddp.hooks import Memory, Reduction, all_finite, plain_bytes, summed
+from fddp.hooks import Reduction, all_finite, plain_bytes, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
 
@@ -38,8 +38,8 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
       reductions: how the messages are summed.
 
     Returns:
-      `send(k, memory, said, message)`, which returns the sum of message k; `said()` returns the sum that decides
-      whether this message is needed.
+      `send(k, mine, said, message)`, which returns the sum of message k; `mine` is its hook's memory, and `said()`
+      returns the sum that decides whether this message is needed.
     """
     own = group.placement.per_replica
     transports = side_by_side(group, reductions)
@@ -55,10 +55,9 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
     programs = [program(reduction) for reduction in reductions]
 
-    def send(k: int, memory: Memory, said: Callable[[], jax.Array], message: jax.Array) -> Sent:
+    def send(k: int, mine: Any, said: Callable[[], jax.Array], message: jax.Array) -> Sent:
         reduction = reductions[k]
         transport = transports[k % len(transports)]
-        mine = memory[k] if memory else ()
         size = message.size // group.placement.replicas_in_array
         finite = True
         needed = reduction.asks is None or jax.device_get(said())[list(reduction.asks.places)].any()
@@ -81,11 +80,6 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
         return Sent(total, mine, sent, span, bool(jax.device_get(finite)))
 
     return send
-
-
-def remembered(sends: Sequence[Sent], memory: Memory) -> Memory:
-    """The hooks' memory when all messages are back: the one from before, if one of the sums is not finite."""
-    return tuple(one.memory for one in sends[: len(memory)]) if all(one.finite for one in sends) else memory
 
 
 def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:

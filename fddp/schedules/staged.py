@@ -8,12 +8,13 @@ from fddp.comm import Group
 from fddp.hooks import Memory
 from fddp.jax_internals import without_jit
 from fddp.schedules.ahead_of_time import compiled
+from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner
 from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
-from fddp.schedules.send import remembered, side_by_side
+from fddp.schedules.send import side_by_side
 from fddp.schedules.tasks import TaskList
 
 
@@ -116,6 +117,6 @@ def _launched(
         launcher.log.begin(now.listed.tasks)
         done = launcher.launch(now, now.arranged.routes[0], values, memory=memory)
         launcher.log.end()
-        return *now.listed.leave(done.results), remembered([done.sent[value] for value in now.numbers], memory)
+        return *now.listed.leave(done.results), remembered(done, memory)
 
     return Runner(run, None, launcher.log.timeline, make)

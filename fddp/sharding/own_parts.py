@@ -98,7 +98,9 @@ class Parts:
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
         """The gathers that bring buckets of parameters to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
-        return tuple(of[k]._replace(name=f"gather {k}", collective="all_gather", apply=None) for k in order)
+        return tuple(
+            of[k]._replace(name=f"gather {k}", collective="all_gather", apply=None, memory=None) for k in order
+        )
 
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:
         """The messages of parameters, of which this replica has its own parts."""

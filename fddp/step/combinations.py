@@ -35,12 +35,6 @@ PAIRS = (
     Pair("shard", AXES, "leaves are cut over replicas of one device each", "leave shard out"),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
     Pair(
-        "shard",
-        MEMORY,
-        "a bucket is scattered once for each micro-batch, and the hook remembers what it made of one step",
-        "take a hook without a memory",
-    ),
-    Pair(
         "shard='optimizer'",
         "schedule='eager'",
         "the border between two steps is crossed with all of the state, in shards or whole",
@@ -132,12 +126,6 @@ PAIRS = (
         "leave virtual_replicas out, and give the step the cap that was found",
     ),
     # schedules and hooks
-    Pair(
-        "schedule='eager'",
-        MEMORY,
-        "the next step begins before all sums are back, and the hook remembers for it what it made of them",
-        "take a hook without a memory, or give schedule='staged'",
-    ),
     *(
         Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")
         for schedule in ("schedule='staged'", "schedule='eager'")

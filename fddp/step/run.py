@@ -72,7 +72,7 @@ def compare(settled: Settled, given: Given) -> Settled:
     return settled if settled.compared else settled._replace(compared=True)
 
 
-def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any, Any]:
+def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
     """Gradients of all replicas' rows, averaged and used.
 
     Args:
@@ -81,7 +81,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any,
       given: its arguments.
 
     Returns:
-      What `use` made of them, and the state of the hook, if there is one.
+      What `use` made of them, with what the hook remembers, if it does.
     """
     group = settled.replica.group
     timeline = settled.runner.timeline
@@ -93,9 +93,12 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> tuple[Any,
         group.journal.launched(result[1])
     if settled.replica.way.apart:
         result = join(result, shards)
-    if settled.runner.promises and isinstance(result[0], TrainState):
-        result = promised(result[0]), *result[1:]
-    return result, by_leaf(settled.plan, state.hook_state, memory) if jax.tree.leaves(state.hook_state) else None
+    if isinstance(result[0], TrainState):
+        hook_state = opened(state).hook_state
+        remembers = jax.tree.leaves(hook_state)
+        new = result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory)) if remembers else result[0]
+        result = promised(new) if settled.runner.promises else new, *result[1:]
+    return result
 
 
 def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[TrainState, Sums]:
@@ -138,19 +141,30 @@ def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any
 
 def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[TrainState, Any, Any, Any]:
     placement = settled.replica.group.placement
+
+    def placed(x: Any) -> Any:
+        return x if isinstance(x, Promise) else placement.place(x, placement.per_replica)
+
+    memory = ()
+    if jax.tree.leaves(state.hook_state):
+        refuse_deleted(_there(leaves))
+        memory = jax.tree.map(placed, by_message(settled.plan, state.hook_state))
+        state = state._replace(hook_state=())
+        leaves = jax.tree.leaves(state)
     # A step is nearly always given what a step has returned: then nothing is made anew.
-    alone = state.accumulated is None and isinstance(state.hook_state, tuple) and not state.hook_state
-    if settled.runner.promises:
-        leaves = [array for x in leaves for array in (x.there() if isinstance(x, Promise) else [x])]
-    if alone and not settled.replica.way.apart and placement.holds(leaves):
-        return state, None, (), ()
-    refuse_deleted(leaves)
-    state = promised(state)
-    memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
+    if state.accumulated is None and not settled.replica.way.apart and placement.holds(_there(leaves)):
+        return state, None, (), memory
+    refuse_deleted(_there(leaves))
     # A user may have put numbers, NumPy's arrays or arrays of one device into the state.
-    replicated = state._replace(accumulated=None, hook_state=())
+    state = promised(state)
+    replicated = state._replace(accumulated=None)
     shards = []
     if settled.replica.way.apart:
         replicated, shards = take_apart(replicated)
-    own = placement.place((state.accumulated, shards, memory), placement.per_replica)
-    return placement.place(replicated, REPLICATED), *own
+    own = placement.place((state.accumulated, shards), placement.per_replica)
+    return placement.place(replicated, REPLICATED), *own, memory
+
+
+def _there(leaves: Sequence[Any]) -> list[Any]:
+    """The arrays among these that are there already."""
+    return [array for x in leaves for array in (x.there() if isinstance(x, Promise) else [x])]

@@ -117,14 +117,14 @@ class TrainStep:
         self._settled = settled = compare(self._settled, given)
         if not self.steps:  # what is due only now and then is tried before the first step
             self._check(state, 0)
-        (state, info), hook_state = synchronize(settled, state, given)
+        state, info = synchronize(settled, state, given)
         self.steps += 1
         self.sent = info.sent
         self.skips.note(self.group, settled.plan, settled.chosen, self.steps, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)
-        return state if hook_state is None else state._replace(hook_state=hook_state), info
+        return state, info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """The form of the state that `init` makes, to compile for or to restore a checkpoint into; nothing is computed.

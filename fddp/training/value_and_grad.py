@@ -93,7 +93,6 @@ def value_and_grad(
         state = state._replace(hook_state=hook_state)
         settled, given = ready(settled, replica, use, state, batch)
         settled = compare(settled, given)
-        result, _ = synchronize(settled, state, given)
-        return result
+        return synchronize(settled, state, given)
 
     return f

@@ -1,4 +1,4 @@
-"""Hooks that remember nothing go with steps that cross their border, and with states in shards."""
+"""Hooks, with a memory and without, go with steps that cross their border, and with states in shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +29,9 @@ HOOKS: dict[str, Any] = {
     "quantize": hooks.quantize(block=4, error_feedback=False),
     "topk": hooks.topk(0.5, error_feedback=False),
     "adasum": hooks.adasum(),
+    "8 bits": hooks.quantize(block=4),
+    "powersgd": hooks.powersgd(1, start_step=1, min_compression_rate=1),
+    "chunks": hooks.chunks(0.3, chunk=3, momentum=0.5),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "eager": {"schedule": "eager"},
@@ -38,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
         for shard in ("optimizer", "state")
         if (schedule, shard) != ("eager", "optimizer")
     },
+    "staged, gathered twice": {"schedule": "staged", "shard": "state", "reshard_after_forward": True},
 }
 
 
@@ -55,14 +59,17 @@ def trained(group: fddp.Group, steps: int = 4, **options: Any) -> tuple[Any, lis
     return fddp.whole(state.params), sent
 
 
-# Adasum looks at whole leaves, and stands for all hooks in most ways.
+# Adasum looks at whole leaves, and stands for all hooks in most ways; 8 bits stand for those with a memory.
 CASES = [
-    (name, way) for way in WAYS for name in HOOKS if name == "adasum" or way in ("eager", "fused, state in shards")
+    pytest.param(name, way, marks=[] if name in ("adasum", "8 bits") else [pytest.mark.slow])
+    for way in WAYS
+    for name in HOOKS
+    if name in ("adasum", "8 bits") or way in ("eager", "fused, state in shards")
 ]
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_a_hook_without_memory_makes_the_same_of_whole_leaves_in_every_way(group: Groups, name: str, way: str):
+def test_a_hook_makes_the_same_of_whole_leaves_in_every_way(group: Groups, name: str, way: str):
     plain, _ = trained(group(3), schedule="staged", hook=HOOKS[name])
     got, sent = trained(group(3), hook=HOOKS[name], **WAYS[way])
     close(got, plain, rtol=1e-5, atol=1e-6)
@@ -76,17 +83,21 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
     close(got, plain, rtol=1e-7, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"schedule": "eager"}, "the next step begins before all sums are back"),
-        ({"shard": "state"}, "a bucket is scattered once for each micro-batch"),
-    ],
-)
-def test_a_hook_with_a_memory_is_refused_where_it_cannot_be(group: Groups, options: Any, says: str):
-    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), hook=hooks.quantize(), **options)
-    with pytest.raises(ValueError, match=rf"which remembers things from step to step: {says}.*without a memory"):
-        step.init(PARAMS)
+@pytest.mark.parametrize("name", ["8 bits", "topk"])
+@pytest.mark.parametrize("options", [{}, *(x for x in WAYS.values() if "shard" in x)], ids=["whole", *list(WAYS)[1:]])
+def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(group: Groups, name: str, options: dict[str, Any]):
+    """Over three steps of two micro-batches each: sent and kept are all gradients, which here are the rows."""
+    hook = {"8 bits": hooks.quantize(block=4), "topk": hooks.topk(0.3)}[name]
+    loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(3), hook=hook, accumulation_steps=2, **options)
+    state = step.init(np.zeros(3, np.float32))
+    for rows in ROWS[:3]:
+        state, _ = step(state, rows)
+    # A micro-batch weighs 1 however many rows it has: sums are in units of six of them.
+    sent = -6 * np.asarray(fddp.whole(state.params))
+    kept = np.sum(state.hook_state, axis=0)
+    assert np.abs(kept).max() > 1e-4
+    np.testing.assert_allclose(sent + kept, 6 * ROWS[:3].mean(1).sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
