@@ -45,6 +45,7 @@ from fddp.buckets.shards import plan_of_parts as plan_of_parts
 from fddp.buckets.shards import stacked as stacked
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import there as there
+from fddp.buckets.shards import true_numbers as true_numbers
 from fddp.buckets.shards import unpack_rows as unpack_rows
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.slices import fill_buckets as fill_buckets

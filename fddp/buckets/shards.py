@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32, Shaped
 
 from fddp.buckets.packing import joined, put_together, taken
 from fddp.buckets.part_forms import part_dims, part_of
-from fddp.buckets.plan import Bucket, BucketPlan
+from fddp.buckets.plan import Bucket, BucketPlan, Leaf
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,18 @@ def there(size: int, replicas: int, index: Int32[Array, ""], depth: int = 1) -> 
     """Marks the elements of a replica's part that belong to the array; the others are padding."""
     dims = part_dims(size, replicas, depth)
     return jnp.broadcast_to(index * dims[-1] + jnp.arange(dims[-1]) < size // depth, dims)
+
+
+def true_numbers(plan: BucketPlan, of_parts: BucketPlan, replicas: int) -> Bool[np.ndarray, "replicas n"]:
+    """Marks the numbers of leaves in the rows of a plan's only bucket; the others are padding."""
+    pairs = zip(plan.travelling(plan.buckets[0]), of_parts.travelling(of_parts.buckets[0]))
+
+    def rows(whole: Leaf, part: Leaf) -> Bool[np.ndarray, "replicas n"]:
+        depth = prod(part.shape[:-1])
+        places = np.arange(replicas)[:, None] * part.shape[-1] + np.arange(part.shape[-1])
+        return np.tile(places < whole.size // depth, depth)
+
+    return np.concatenate([rows(whole, part) for whole, part in pairs], axis=1)
 
 
 def plan_of_parts(plan: BucketPlan) -> BucketPlan:

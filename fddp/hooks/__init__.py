@@ -1,4 +1,4 @@
-"""Hooks, which sum a message over replicas: plainly, in 16 or 8 bits, sparse, with low rank, or not at all.
+"""Hooks, which sum a message over replicas: plainly, in few bits, sparse, with low rank, or not at all.
 
 Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
 sums. A hook's memory is in the units of the step it comes from, Σ w·g, and is added to the next step's gradients
@@ -10,11 +10,12 @@ Source: `ddp_comm_hooks` in PyTorch.
 
 from fddp.hooks.adasum import adasum as adasum
 from fddp.hooks.chunks import chunks as chunks
+from fddp.hooks.coded import quantize as quantize
+from fddp.hooks.coded import sign as sign
 from fddp.hooks.collective import all_reduce as all_reduce
-from fddp.hooks.compress import quantize as quantize
-from fddp.hooks.compress import topk as topk
 from fddp.hooks.first_steps import starting as starting
 from fddp.hooks.hook import GradBucket as GradBucket
+from fddp.hooks.hook import GradRows as GradRows
 from fddp.hooks.hook import Hook as Hook
 from fddp.hooks.hook import allreduce as allreduce
 from fddp.hooks.low_rank import powersgd as powersgd
@@ -30,3 +31,4 @@ from fddp.hooks.reductions import all_finite as all_finite
 from fddp.hooks.reductions import plain_bytes as plain_bytes
 from fddp.hooks.reductions import reductions as reductions
 from fddp.hooks.reductions import summed as summed
+from fddp.hooks.topk import topk as topk

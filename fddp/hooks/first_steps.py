@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
-from fddp.hooks.hook import GradBucket, Hook, State, allreduce
+from fddp.hooks.hook import Hook, State, allreduce
 from fddp.wording import check_whole
 
 
@@ -16,7 +16,7 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
     """Uses another hook for the first steps: compression harms early gradients most (PyTorch's `start_powerSGD_iter`).
 
     Args:
-      step: number of steps before `hook` begins.
+      step: number of steps before `hook` begins; in shards each micro-batch counts.
       hook: the hook that is used then.
       first: the hook that is used before; None: `allreduce()`.
 
@@ -32,18 +32,25 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return {"step": jnp.zeros((), jnp.int32), "first": first.init(leaf), "then": hook.init(leaf)}
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        def phase(hook: Hook, name: str) -> Callable[[State], Any]:
-            def run(state: State) -> Any:
-                own = tuple(leaf[name] for leaf in state)
-                (total, own), sent = count_aside(comm, hook.apply, bucket, own)
-                return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), as_uint32(sent)
+    def of_step(first: Any, then: Any) -> Any:
+        """A hook's function: one of two, by the number of the step."""
 
-            return run
+        def apply(comm: Communicator, bucket: Any, state: State) -> tuple[Array, State]:
+            def phase(sum_up: Any, name: str) -> Callable[[State], Any]:
+                def run(state: State) -> Any:
+                    own = tuple(leaf[name] for leaf in state)
+                    (total, own), sent = count_aside(comm, sum_up, bucket, own)
+                    return total, tuple(leaf | {name: new} for leaf, new in zip(state, own)), as_uint32(sent)
 
-        early = state[0]["step"] < step
-        total, state, sent = jax.lax.cond(early, phase(first, "first"), phase(hook, "then"), state)
-        add_bytes(comm, sent)
-        return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in state)
+                return run
 
-    return Hook(init, apply, f"starting({step}, {hook.name}, {first.name})")
+            early = state[0]["step"] < step
+            total, state, sent = jax.lax.cond(early, phase(first, "first"), phase(then, "then"), state)
+            add_bytes(comm, sent)
+            return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in state)
+
+        return apply
+
+    scatter = of_step(first.scatter, hook.scatter) if first.scatter and hook.scatter else None
+    name = f"starting({step}, {hook.name}, {first.name})"
+    return Hook(init, of_step(first.apply, hook.apply), name, scatter=scatter)

@@ -8,11 +8,12 @@ Source: `register_comm_hook` and `GradBucket` in PyTorch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Shaped
+import numpy as np
+from jaxtyping import Array, Bool, Shaped
 
 from fddp.comm import Communicator
 
@@ -26,6 +27,21 @@ class GradBucket(NamedTuple):
     """This replica's contributions, Σ w·g over its micro-batches, leaf after leaf."""
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     """Shape and dtype of each leaf in it."""
+
+
+class GradRows(NamedTuple):
+    """A bucket that is scattered: row i is for replica i, which has that part of each leaf."""
+
+    buffer: Shaped[Array, "replicas n"]
+    """This replica's contributions."""
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    """Shape and dtype of each leaf in it."""
+    rows_of: Callable[[Sequence[Array]], Shaped[Array, "replicas n"]]
+    """Leaves → rows that have them where the buffer has them."""
+    leaves_of: Callable[[Shaped[Array, "replicas n"]], list[Array]]
+    """Rows → leaves: the inverse."""
+    true: Bool[np.ndarray, "replicas n"]
+    """Marks the numbers of leaves; the others are padding."""
 
 
 class Hook(NamedTuple):
@@ -49,6 +65,9 @@ class Hook(NamedTuple):
     """The name, which must be equal on all ranks."""
     by_element: bool = False
     """Whether it sums each element by itself, without a memory: then slices of a leaf may travel one by one."""
+    scatter: Callable[[Communicator, GradRows, State], tuple[Array, State]] | None = None
+    """(comm, rows, memory of their leaves) → (this replica's row of the sum, new memory): half of what `apply` does,
+    for a state in shards, where nobody needs all of a sum. None: each replica takes its part of what `apply` makes."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"
@@ -56,7 +75,13 @@ class Hook(NamedTuple):
 
 def allreduce() -> Hook:
     """Sums buckets plainly (PyTorch's `allreduce_hook`)."""
-    return Hook(nothing, lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state), "allreduce", True)
+    return Hook(
+        nothing,
+        lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state),
+        "allreduce",
+        by_element=True,
+        scatter=lambda comm, rows, state: (comm.reduce_scatter(rows.buffer), state),
+    )
 
 
 def split(bucket: GradBucket) -> list[Array]:

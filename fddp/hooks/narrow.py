@@ -1,6 +1,7 @@
 """Hooks that send buckets in 16 bits, or not at all."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,10 +34,7 @@ def bf16(hook: Hook | None = None) -> Hook:
     """
     hook = hook or allreduce()
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        return hook.apply(replace(comm, all_reduce=partial(_narrow_all_reduce, comm, jnp.bfloat16)), bucket, state)
-
-    return Hook(hook.init, apply, f"bf16({hook.name})", hook.by_element)
+    return _narrow(hook, f"bf16({hook.name})", lambda comm: {"dtype": jnp.bfloat16})
 
 
 def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
@@ -58,21 +56,49 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
         raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
     hook = hook or allreduce()
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        narrow = partial(_narrow_all_reduce, comm, jnp.float16, by=predivide or comm.size)
-        return hook.apply(replace(comm, all_reduce=narrow), bucket, state)
-
-    return Hook(hook.init, apply, f"fp16({hook.name}, predivide={predivide})", hook.by_element)
+    name = f"fp16({hook.name}, predivide={predivide})"
+    return _narrow(hook, name, lambda comm: {"dtype": jnp.float16, "by": predivide or comm.size})
 
 
 def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _narrow_all_reduce(comm: Communicator, dtype: Any, x: Shaped[Array, " n"], by: float = 1) -> Shaped[Array, " n"]:
+def _narrow(hook: Hook, name: str, words: Callable[[Communicator], dict[str, Any]]) -> Hook:
+    """The same hook, whose sums and scatters are sent in 16 bits."""
+
+    def narrow(comm: Communicator) -> Communicator:
+        own = words(comm)
+        all_reduce = partial(_narrow_all_reduce, comm, **own)
+        return replace(comm, all_reduce=all_reduce, reduce_scatter=partial(_narrow_scatter, comm, **own))
+
+    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+        return hook.apply(narrow(comm), bucket, state)
+
+    half = hook.scatter
+    scatter = None if half is None else lambda comm, rows, state: half(narrow(comm), rows, state)
+    return Hook(hook.init, apply, name, hook.by_element, scatter)
+
+
+def _narrow_scatter(
+    comm: Communicator, rows: Shaped[Array, "replicas n"], dtype: Any, by: float = 1
+) -> Shaped[Array, " n"]:
+    """Sums rows over replicas, each for its replica, in float32; on the wire are 16-bit words of floats."""
+    if jnp.issubdtype(rows.dtype, jnp.complexfloating):
+        parts = _narrow_scatter(comm, jnp.concatenate([jnp.real(rows), jnp.imag(rows)], axis=1), dtype, by)
+        return jax.lax.complex(*jnp.split(parts, 2)).astype(rows.dtype)
+    if not is_float(rows.dtype):
+        return comm.reduce_scatter(rows)
+    dtype = rows.dtype if rows.dtype.itemsize == 2 else dtype
+    words = jax.lax.bitcast_convert_type((rows / by).astype(dtype), jnp.uint16)
+    came = jax.lax.bitcast_convert_type(comm.all_to_all(words), dtype)
+    return (by * came.astype(jnp.float32).sum(0)).astype(rows.dtype)
+
+
+def _narrow_all_reduce(comm: Communicator, x: Shaped[Array, " n"], dtype: Any, by: float = 1) -> Shaped[Array, " n"]:
     """Sums over replicas with 16-bit words on the wire; integers go as they are, 16-bit floats in their own dtype."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = _narrow_all_reduce(comm, dtype, jnp.concatenate([jnp.real(x), jnp.imag(x)]), by)
+        parts = _narrow_all_reduce(comm, jnp.concatenate([jnp.real(x), jnp.imag(x)]), dtype, by)
         return jax.lax.complex(*jnp.split(parts, 2)).astype(x.dtype)
     if not is_float(x.dtype):
         return comm.all_reduce(x)

@@ -21,12 +21,13 @@ from fddp.buckets import (
     pack_rows,
     plan_of_parts,
     take_tail,
+    true_numbers,
     unpack,
     unpack_rows,
     whole_forms,
 )
 from fddp.comm import Communicator, as_uint32, count_bytes
-from fddp.hooks import Reduction, reductions
+from fddp.hooks import GradRows, Reduction, reductions
 from fddp.losses import added
 from fddp.schedules import by_bucket
 from fddp.sharding.parts_update import Update, run_on_parts
@@ -64,14 +65,35 @@ class Parts:
     def scatters(self) -> tuple[Reduction, ...]:
         """The sums of gradients: each replica gets its parts, and all of loss and metrics."""
         size = self.replica.group.size
+        hook = self.replica.options.hook
 
         def scatter(message: Message, one: Reduction) -> Reduction:
             if message.bucket is None:
                 return one
-            apply = None if one.apply is None else partial(self._of_whole_leaves, message.bucket, one.apply)
-            return one._replace(collective="reduce_scatter", replicas=size, apply=apply)
+            whole = None if one.apply is None else partial(self._of_whole_leaves, message.bucket, one.apply)
+            rows = hook and hook.scatter and partial(self._of_rows, message.bucket, hook.scatter)
+            return one._replace(collective="reduce_scatter", replicas=size, apply=rows or whole)
 
-        return tuple(map(scatter, self.plan.messages, reductions(self.plan, self.replica.options.hook, None)))
+        return tuple(map(scatter, self.plan.messages, reductions(self.plan, hook, None)))
+
+    def _of_rows(
+        self, bucket: int, scatter: Callable[..., tuple[Array, Any]], comm: Communicator, message: Array, memory: Any
+    ) -> tuple[Array, Any]:
+        """This replica's part of a bucket, by a hook that is given parts."""
+        plan, of_parts = self.only(bucket)
+        numbers = plan.buckets[0].leaves
+
+        def rows_of(leaves: Sequence[Array]) -> Array:
+            tree = plan.treedef.unflatten(dict(zip(numbers, leaves)).get(i) for i in range(len(plan.leaves)))
+            return pack_rows(of_parts, comm.size, tree)[0].reshape(comm.size, -1)
+
+        def leaves_of(rows: Array) -> list[Array]:
+            leaves = plan.treedef.flatten_up_to(unpack_rows(of_parts, plan, comm.size, (rows.reshape(-1),)))
+            return [leaves[i] for i in numbers]
+
+        forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(plan.buckets[0]))
+        true = true_numbers(plan, of_parts, comm.size)
+        return scatter(comm, GradRows(message.reshape(comm.size, -1), forms, rows_of, leaves_of, true), memory)
 
     def _of_whole_leaves(
         self, bucket: int, apply: Callable[..., tuple[Array, Any]], comm: Communicator, message: Array, memory: Any

@@ -152,8 +152,8 @@ class Replica:
     def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
         """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
         hook = self.options.hook
-        # Where buckets are scattered a hook is given whole leaves.
-        by_element = hook is None or (hook.by_element and not self.way.scattered)
+        # Where buckets are scattered a hook that does not scatter is given whole leaves.
+        by_element = hook is None or (hook.by_element and not (self.way.scattered and hook.scatter is None))
         if not (by_element and self._summed and self.way.slices):
             return {}
         leaves = jax.tree.leaves(params)

@@ -1,0 +1,135 @@
+"""Hooks of few bits send what NumPy writes by the same rule, in as many bytes, and remember what that loses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fddp
+from fddp import hooks
+from fddp.hooks import GradBucket
+from fddp.hooks.codes import floats, integers, signs
+
+pytestmark = pytest.mark.steps
+
+DRAW = np.random.default_rng(7)
+
+
+def test_numbers_of_four_bits_lie_in_pairs_the_first_one_low():
+    words = np.asarray(integers(4, 4).encode(np.array([7.0, -7, 1, -2], np.float32), None))
+    assert words[:2].tolist() == [7 | (16 - 7) << 4, 1 | (16 - 2) << 4]
+    assert words[2:].view(np.float32).tolist() == [1]
+    assert np.asarray(integers(4, 4).decode(words)).tolist() == [7, -7, 1, -2]
+
+
+def test_signs_lie_in_bytes_before_the_mean_size_of_the_true_numbers():
+    numbers = np.array([3, -1, -1, 1, 0, 0, 0, 0], np.float32)  # the last four are padding
+    words = np.asarray(signs(8).encode(numbers, np.array([4])))
+    assert words[0] == 0b11111001
+    assert words[1:].view(np.float32).tolist() == [1.5]
+    assert np.asarray(signs(8).decode(words))[:4].tolist() == [1.5, -1.5, -1.5, 1.5]
+
+
+@pytest.mark.parametrize("code", [integers(8, 8), integers(4, 8), signs(8)], ids=["8", "4", "1"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan(code: Any, bad: float):
+    numbers = np.array([1.0] * 8 + [bad] + [2.0] * 7, np.float32)
+    got = np.asarray(code.decode(code.encode(numbers, np.array([8, 8]))))
+    assert np.isfinite(got[:8]).all() and np.isnan(got[8:]).all()
+
+
+def test_floats_of_16_bits_are_rounded_to_the_nearest():
+    numbers = DRAW.normal(size=9).astype(np.float32)
+    code = floats(jnp.bfloat16)
+    np.testing.assert_array_equal(
+        code.decode(code.encode(numbers, None)), numbers.astype(jnp.bfloat16).astype(np.float32)
+    )
+
+
+### What a hook sums, against NumPy
+
+
+def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
+    """What stands for rows of padded numbers, of which the first `size` are true."""
+    true = (np.arange(rows.size) < size).reshape(-1, block)
+    blocks = rows.reshape(-1, block)
+    if bits == 1:
+        scale = np.abs(blocks).sum(-1, keepdims=True) / np.maximum(true.sum(-1, keepdims=True), 1)
+        return (np.where(blocks >= 0, 1, -1) * scale).reshape(rows.shape)
+    scale = np.abs(blocks).max(-1, keepdims=True) / (2 ** (bits - 1) - 1)
+    return (np.round(blocks / np.where(scale == 0, 1, scale)) * scale).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
+    """Four steps of three replicas: both errors come back, that of what is sent and that of the sum."""
+    replicas, size, block = group(3), 43, 8
+    hook = hooks.sign(block=block) if bits == 1 else hooks.quantize(bits=bits, block=block)
+    steps = DRAW.normal(size=(4, 3, size)).astype(np.float32)
+    form = jax.ShapeDtypeStruct((size,), np.float32)
+    own = replicas.placement.per_replica
+
+    def one(mine: Any, memory: Any) -> Any:
+        memory = jax.tree.map(lambda x: x[0], memory)
+        total, (memory,) = hook.apply(replicas.communicator, GradBucket(mine[0], (form,)), (memory,))
+        return total, jax.tree.map(lambda x: x[None], memory)
+
+    program = replicas.placement.program(one, (own, own), (jax.sharding.PartitionSpec(), own))
+    memory = jax.tree.map(lambda x: jnp.stack([x] * 3), hook.init(form))
+    length = -(-size // (3 * block)) * block
+    sent, summed = np.zeros((3, 3 * length)), np.zeros(3 * length)
+    for rows in steps:
+        got, memory = program(rows, memory)
+        wanted = np.pad(rows, ((0, 0), (0, 3 * length - size))) + sent
+        stood = np.stack([nearest(x.reshape(3, -1), bits, block, size).reshape(-1) for x in wanted])
+        sent = np.where(np.arange(3 * length) < size, wanted - stood, 0)
+        total = np.where(np.arange(3 * length) < size, stood.sum(0) + summed, 0)
+        answer = nearest(total, bits, block, size)
+        summed = np.where(np.arange(3 * length) < size, total - answer, 0)
+        np.testing.assert_allclose(got, answer[:size], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(memory["sent"], sent[:, :size], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(np.sum(memory["summed"], 0), summed[:size], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, bits: int):
+    """Padding of the parts does not count among the true numbers of a block."""
+    hook = hooks.sign(block=8) if bits == 1 else hooks.quantize(bits=bits, block=8)
+    rows = DRAW.normal(size=(3, 7)).astype(np.float32)
+    loss = lambda w, x: jnp.sum(w * x)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(3), hook=hook, shard="state")
+    state, info = step(step.init(np.zeros(7, np.float32)), rows)
+    parts = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
+    stood = np.stack(
+        [
+            np.concatenate([nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a] for a, b in parts])
+            for x in rows
+        ]
+    )
+    np.testing.assert_allclose(fddp.whole(state.params), -stood.sum(0) / 3, rtol=1e-5)
+    # Of three rows of code two leave, and the new part goes to two replicas.
+    assert int(info.sent[0]) == 2 * (8 * bits // 8 + 4) + 2 * 3 * 4
+
+
+@pytest.mark.parametrize(("hook", "of_256"), [(hooks.quantize(bits=4), 128 + 4), (hooks.sign(), 32 + 4)], ids=str)
+def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
+    step = fddp.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), group=group(2), hook=hook)
+    _, info = step(step.init(np.ones(1024, np.float32)), np.ones((2, 1024), np.float32))
+    # Each of two replicas sends the other two blocks of four, and then the sum of its own two.
+    assert int(info.sent[0]) == 2 * 2 * of_256
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: hooks.quantize(bits=2), "bits must be 8 or 4, got 2"),
+        (lambda: hooks.quantize(bits=4, block=7), "block must be a multiple of 2, so that numbers fill bytes, got 7"),
+        (lambda: hooks.sign(block=12), "block must be a multiple of 8, so that numbers fill bytes, got 12"),
+    ],
+)
+def test_what_does_not_fill_bytes_is_refused(call: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        call()
