@@ -9,7 +9,7 @@ Source: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); Ka
 SignSGD" (ICML 2019); the compressed all-reduce of 1-bit Adam (Tang et al., ICML 2021), section 5.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from fddp.hooks.narrow import as_rows, is_float
 from fddp.wording import check_whole
 
 
-def quantize(*, bits: Literal[8, 4] = 8, block: int = 256, error_feedback: bool = True) -> Hook:
+def quantize(*, bits: int = 8, block: int = 256, error_feedback: bool = True) -> Hook:
     """Sends integers of 8 or 4 bits, each block of numbers with a scale (PyTorch's `quantization_pertensor_hook`).
 
     Args:

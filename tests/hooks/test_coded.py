@@ -19,18 +19,20 @@ DRAW = np.random.default_rng(7)
 
 
 def test_numbers_of_four_bits_lie_in_pairs_the_first_one_low():
-    words = np.asarray(integers(4, 4).encode(np.array([7.0, -7, 1, -2], np.float32), None))
+    code: Any = integers(4, 4)
+    words = np.asarray(code.encode(np.array([7.0, -7, 1, -2], np.float32), None))
     assert words[:2].tolist() == [7 | (16 - 7) << 4, 1 | (16 - 2) << 4]
     assert words[2:].view(np.float32).tolist() == [1]
-    assert np.asarray(integers(4, 4).decode(words)).tolist() == [7, -7, 1, -2]
+    assert np.asarray(code.decode(words)).tolist() == [7, -7, 1, -2]
 
 
 def test_signs_lie_in_bytes_before_the_mean_size_of_the_true_numbers():
     numbers = np.array([3, -1, -1, 1, 0, 0, 0, 0], np.float32)  # the last four are padding
-    words = np.asarray(signs(8).encode(numbers, np.array([4])))
+    code: Any = signs(8)
+    words = np.asarray(code.encode(numbers, np.array([4])))
     assert words[0] == 0b11111001
     assert words[1:].view(np.float32).tolist() == [1.5]
-    assert np.asarray(signs(8).decode(words))[:4].tolist() == [1.5, -1.5, -1.5, 1.5]
+    assert np.asarray(code.decode(words))[:4].tolist() == [1.5, -1.5, -1.5, 1.5]
 
 
 @pytest.mark.parametrize("code", [integers(8, 8), integers(4, 8), signs(8)], ids=["8", "4", "1"])
@@ -43,7 +45,7 @@ def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan(code: Any, bad:
 
 def test_floats_of_16_bits_are_rounded_to_the_nearest():
     numbers = DRAW.normal(size=9).astype(np.float32)
-    code = floats(jnp.bfloat16)
+    code: Any = floats(jnp.bfloat16)
     np.testing.assert_array_equal(
         code.decode(code.encode(numbers, None)), numbers.astype(jnp.bfloat16).astype(np.float32)
     )
