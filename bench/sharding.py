@@ -1,6 +1,6 @@
 """What does sharing the optimizer's state cost in time, and save in memory?
 
-    sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
+    sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--ways …] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, AdamW. Whole and shared state take turns of four
 steps, the first of which finds traffic of another training under way and does not count. Memory is counted from the
@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole, staged": {"schedule": "staged"},
     "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
     "state, staged": {"schedule": "staged", "shard": "state"},
+    "resharded, staged": {"schedule": "staged", "shard": "state", "reshard_after_forward": True},
     "state, eager": {"schedule": "eager", "shard": "state"},
     "whole, eager": {"schedule": "eager"},
     "whole, after": {"schedule": "after"},
@@ -49,6 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    told = "ways to hold a state; whole state under the same schedule is what they are held against"
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help=told)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--cap", type=float, default=4.0, help="of all buckets, MiB")
     parser.add_argument("--rounds", type=int, default=6)
@@ -59,11 +62,11 @@ def main() -> None:
     rounds = 2 if args.quick else args.rounds
     if args.rank:
         backend, name, path = args.rank
-        return one_host(backend, name, path, rounds, args.cap)
+        return one_host(backend, name, path, rounds, args.cap, args.ways)
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            words = ["--rounds", rounds, "--cap", args.cap, "--rank", backend, name]
+            words = ["--rounds", rounds, "--cap", args.cap, "--ways", *args.ways, "--rank", backend, name]
             results[f"{name}, {backend}"] = found = ask(backend, args.rate, __file__, *words)
             for way, told in found.items():
                 times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
@@ -75,13 +78,14 @@ def main() -> None:
     return None
 
 
-def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> None:
+def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float, chosen: list[str]) -> None:
     """One host's part."""
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
-    ways = {way: Training(task, group, cap_mb, **options) for way, options in WAYS.items()}
+    ways = {way: Training(task, group, cap_mb, **WAYS[way]) for way in chosen}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(-TRIED // STEPS, rounds):  # until whole eager has the order of messages that stays
+    tried = TRIED if "whole, eager" in ways else STEPS
+    for turn in range(-tried // STEPS, rounds):  # until whole eager has the order of messages that stays
         for way, training in ways.items():
             group.barrier()
             if turn == 0:
@@ -99,6 +103,7 @@ def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float) -> 
             way: {
                 "step": summary(slower[way]),
                 "to_whole": ratio(slower[way], slower["whole, after" if way.endswith("after") else "whole, staged"]),
+                **({"to_state": ratio(slower[way], slower["state, staged"])} if way.startswith("resharded") else {}),
                 "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(held(training.state.params) / MiB, 2),
                 "sent_mib": round(int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2),
