@@ -11,6 +11,7 @@ from fddp.analysis.auditing.report import Audit
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import read_workload
 from fddp.buckets import MiB
+from fddp.schedules import of_one_program
 
 SHARDS = (None, "optimizer", "state")
 REPLICAS = 8
@@ -59,7 +60,7 @@ def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
 
 def allocated(lowered: Any) -> dict[str, float]:
     """The MiB that XLA says a program has: arguments, and what it allocates beside them."""
-    memory = device_memory.memory_of(lowered.compile())
+    memory = device_memory.memory_of(of_one_program(lowered.compile()))
     assert memory is not None  # of GPUs XLA tells it
     return {"arguments_MiB": memory.given / MiB, "more_MiB": memory.more / MiB}
 

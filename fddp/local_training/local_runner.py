@@ -133,6 +133,7 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
         None if first.lower is None else lower,
         None if first.timeline is None else lambda: latest.runner.timeline(),  # pyright: ignore[reportOptionalCall]
         lambda state, *rest: due(state).runner.tasks(state, *rest),
+        lambda state, pending, shards, memory, rows: first.footprint(state, pending, shards, (), rows),
         first.promises,
         rehearse_fragments,
     )

@@ -88,6 +88,9 @@ class Stats:
     """The option of that name."""
     replica_bytes: ReplicaBytes
     """The bytes that one replica holds and sends."""
+    peak_bytes: int | None
+    """The most memory that a step of one replica needs at once, as XLA plans it: state, rows, activations, gradients,
+    messages and their sums, but not what carries them. None: there was no step, or it is not known (`after`)."""
     avg_first_stage_time: float | None
     """The first program: the forward pass, and the backward pass until the first bucket is full."""
     avg_backward_compute_time: float | None
@@ -131,6 +134,7 @@ def stats(step: "TrainStep") -> Stats:
         find_unused_parameters=options.find_unused_parameters,
         broadcast_buffers=options.broadcast_buffers,
         replica_bytes=_replica_bytes(step),
+        peak_bytes=_peak_bytes(step),
         avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),
         avg_backward_compute_time=average(lambda line: sum(span.seconds for span in line.compute[1:])),
         avg_backward_comm_time=average(lambda line: line.communicating),
@@ -146,6 +150,12 @@ def _replica_bytes(step: "TrainStep") -> ReplicaBytes:
     gradients = sum(leaf.nbytes for bucket in plan.buckets for leaf in plan.travelling(bucket)) + plan.padding
     sent = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
     return ReplicaBytes(_held(held), _held(whole_forms(held)), gradients, sent)
+
+
+def _peak_bytes(step: "TrainStep") -> int | None:
+    first = step.settled.first if step.steps else ()
+    found = step.settled.runner.footprint(*first) if first else None
+    return found.peak if found else None
 
 
 def _held(state: TrainState) -> Held:

@@ -10,6 +10,7 @@ from fddp.schedules.border import shorter_loops as shorter_loops
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
+from fddp.schedules.footprint import Footprint as Footprint
 from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
@@ -23,6 +24,7 @@ from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
+from fddp.schedules.planned_memory import of_one_program as of_one_program
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.rehearsal import rehearse as rehearse

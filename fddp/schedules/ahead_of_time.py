@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,6 +60,18 @@ def compiled(
     }
 
 
+@dataclass(frozen=True)
+class Late:
+    """A program that is compiled by its first call."""
+
+    run: Callable[..., Sequence[Any]]
+    lowered: jax.stages.Lowered
+    """The same for a look at what XLA makes of it; what its first call has compiled is not compiled again."""
+
+    def __call__(self, *given: Any) -> Sequence[Any]:
+        return self.run(*given)
+
+
 class _Traced(NamedTuple):
     """A program that is still to be compiled."""
 
@@ -103,7 +116,7 @@ class _Traces:
             # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another
             # layout, nor the token that MPI's collectives hand on.
             ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
-            later = partial(first_call, jit, task.name, self._says)
+            later = partial(Late, first_call(jit, task.name, self._says), lowered)
             make = lowered.compile if ahead else later
             self.known.setdefault(same, _Traced(task.name, text, traced.jaxpr.consts, make))
             self._keys[call, donated] = same

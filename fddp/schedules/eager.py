@@ -26,6 +26,7 @@ from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.message_order import Trial, orders
 from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
 from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, routed
 from fddp.schedules.slice_by_slice import slice_by_slice
@@ -116,7 +117,7 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
         made = orders(make(*arguments), first_use)
         return made[min(trial.latest, len(made) - 1)]
 
-    return Runner(run, None, launcher.log.timeline, tasks, promises=True)
+    return Runner(run, None, launcher.log.timeline, tasks, of_tasks(group, prepare), promises=True)
 
 
 def _all_plain(pieces: Pieces) -> bool:

@@ -28,7 +28,8 @@ from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launched, Launcher, own_lane
 from fddp.schedules.lists import in_stages
 from fddp.schedules.pieces import Pieces, Runner
-from fddp.schedules.programs import preparing
+from fddp.schedules.planned_memory import Launch, of_tasks
+from fddp.schedules.programs import Prepared, preparing
 from fddp.schedules.queues import Arranged, QueueOf, by_kind, freed, heard, routed
 from fddp.schedules.send import sending
 from fddp.schedules.staged import refuse_without_jit
@@ -110,7 +111,10 @@ def gathers_ahead(group: Group, pieces: Pieces, donate: bool) -> Runner:
         listed = make(*arguments)
         return listed._replace(tasks=turned(listed).tasks)
 
-    return Runner(run, None, launcher.log.timeline, tasks)
+    def launch(now: Prepared) -> Launch:
+        return Launch(turned(now.listed).tasks, {following(value): value for value in now.arranged.routes[0].kept})
+
+    return Runner(run, None, launcher.log.timeline, tasks, of_tasks(group, prepare, launch))
 
 
 def queue_of_gathers(task: Task) -> str:

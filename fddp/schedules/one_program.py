@@ -11,8 +11,10 @@ from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_rep
 from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
+from fddp.schedules.footprint import Footprint
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner
+from fddp.schedules.planned_memory import of_one_program
 from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 
 # (earlier sums, how many of them a message has waited for, whether the next message is the last) → those that XLA must
@@ -98,7 +100,10 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
     def lower(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
         return program.lower(state, pending, shards, memory, group.placement.feed(rows))
 
-    return Runner(run, lower, None, make)
+    def footprint(*given: Any) -> Footprint | None:
+        return of_one_program(lower(*given).compile())
+
+    return Runner(run, lower, None, make, footprint)
 
 
 def traced(

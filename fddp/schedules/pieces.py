@@ -14,6 +14,7 @@ import jax
 from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
+from fddp.schedules.footprint import Footprint
 from fddp.schedules.tasks import TaskList
 from fddp.schedules.timeline import Timeline
 
@@ -64,6 +65,9 @@ class Runner(NamedTuple):
     """The spans of the last step, where it is several programs."""
     tasks: Callable[[Any, Any, Any, Any], TaskList]
     """(state, pending, shards, rows), or their forms → what is launched, in order; nothing runs."""
+    footprint: Callable[[Any, Any, Any, Memory, Any], Footprint | None] = lambda *arguments: None
+    """(state, pending, shards, memory, rows), or their forms → the memory that one replica needs; what was compiled for
+    a step is not compiled again. None where XLA does not tell."""
     promises: bool = False
     """Whether a `Promise` may stand for an array of the state, both in what is given and in what comes back."""
     rehearse: Callable[..., None] = lambda *arguments: None

@@ -31,6 +31,8 @@ class Prepared(NamedTuple):
     listed: TaskList
     arranged: Arranged
     programs: Programs
+    made: Programs
+    """The same as XLA has made them, or will when they are first called: without what shows their names."""
     send: Callable[..., Sent]
     """Sends its messages."""
     numbers: dict[Value, int]
@@ -66,7 +68,7 @@ def preparing(
             made = programs(group.placement, listed, values, arranged.freed, partial(compiling, group))
             send = sending(group, [task.reduction for task in listed.messages])
             numbers = {task.reads[0]: number for number, task in enumerate(listed.messages)}
-            known[form] = Prepared(listed, arranged, named(made), send, numbers)
+            known[form] = Prepared(listed, arranged, named(made), made, send, numbers)
         return known[form]
 
     return prepare

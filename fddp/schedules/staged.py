@@ -12,6 +12,7 @@ from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner
+from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
 from fddp.schedules.send import side_by_side
@@ -119,4 +120,4 @@ def _launched(
         launcher.log.end()
         return *now.listed.leave(done.results), remembered(done, memory)
 
-    return Runner(run, None, launcher.log.timeline, make)
+    return Runner(run, None, launcher.log.timeline, make, of_tasks(group, prepare))

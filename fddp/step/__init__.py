@@ -25,6 +25,7 @@ from fddp.step.replica import Replica as Replica
 from fddp.step.replica import with_trained as with_trained
 from fddp.step.run import accumulate as accumulate
 from fddp.step.run import compare as compare
+from fddp.step.run import footprint as footprint
 from fddp.step.run import lower as lower
 from fddp.step.run import ready as ready
 from fddp.step.run import synchronize as synchronize

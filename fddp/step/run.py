@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums, taken
-from fddp.schedules import Promise, TaskList
+from fddp.schedules import Footprint, Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
@@ -69,7 +70,7 @@ def compare(settled: Settled, given: Given) -> Settled:
     lower = settled.runner.lower
     if not settled.compared and lower and group.processes > 1:
         verify_collectives(group, lower(*given))
-    return settled if settled.compared else settled._replace(compared=True)
+    return settled if settled.compared else settled._replace(compared=True, first=_forms(settled, given))
 
 
 def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
@@ -168,3 +169,35 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
 def _there(leaves: Sequence[Any]) -> list[Any]:
     """The arrays among these that are there already."""
     return [array for x in leaves for array in (x.there() if isinstance(x, Promise) else [x])]
+
+
+def footprint(settled: Settled, state: TrainState, batch: Any) -> Footprint | None:
+    """The memory that one replica needs for a step, task by task; nothing runs.
+
+    Args:
+      settled: the step.
+      state: as for a step.
+      batch: likewise.
+
+    Returns:
+      The bytes; None where XLA does not tell.
+    """
+    given = opened(state) if settled.runner.promises else state
+    rows = taken(batch, settled.replica.micro_batches, undivided=settled.undivided)
+    return settled.runner.footprint(*_given(settled, given, jax.tree.leaves(given)), rows)
+
+
+def _forms(settled: Settled, given: Given) -> Given:
+    """The forms of a step's arguments, as all replicas together have them."""
+    group = settled.replica.group
+    *held, rows = given
+    processes = group.placement.replicas_in_array * group.processes // group.size  # whose rows lie in one array
+
+    def form(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+    def of_all(x: Any) -> jax.ShapeDtypeStruct:
+        shape = np.shape(x)
+        return jax.ShapeDtypeStruct((processes * shape[0], *shape[1:]) if shape else (), jax.typeof(x).dtype)
+
+    return (*jax.tree.map(form, held), jax.tree.map(of_all, rows))

@@ -59,6 +59,8 @@ class Settled(NamedTuple):
     """Whether batches are taken as they are."""
     compared: bool = False
     """Whether the ranks' compiled programs are known to send the same."""
+    first: tuple[Any, ...] = ()
+    """The forms of the first step's arguments; () before that."""
 
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from fddp.buckets import MiB
+from fddp.schedules import Footprint
 from fddp.wording import table
 
 # How replicas may hold a state, as options of `fddp.train_step`.
@@ -18,7 +17,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Memory(NamedTuple):
-    """The bytes of one device that a program needs."""
+    """The bytes of one device that a step needs."""
 
     given: int
     """The state and the rows."""
@@ -34,21 +33,16 @@ class Memory(NamedTuple):
         return f"{self.given / MiB:.1f} MiB of state and rows, {self.more / MiB:.1f} MiB more at a step's peak"
 
 
-def memory_of(compiled: jax.stages.Compiled) -> Memory | None:
-    """Reads what XLA has planned.
+def memory_of(found: Footprint | None) -> Memory | None:
+    """The two numbers of a footprint.
 
     Args:
-      compiled: a program.
+      found: the memory of a step, task by task; None where the platform does not tell.
 
     Returns:
-      The bytes; None where the platform does not tell.
+      The bytes of state and rows, and those of the fullest task beside them.
     """
-    told: Any = compiled.memory_analysis()
-    if told is None:
-        return None
-    # An output that is written where an argument lies takes nothing.
-    more = told.temp_size_in_bytes + told.output_size_in_bytes - told.alias_size_in_bytes
-    return Memory(told.argument_size_in_bytes, more)
+    return found and Memory(found.rests, found.peak - found.rests)
 
 
 def memory_table(audit: Callable[[dict[str, Any]], Any]) -> str:
@@ -63,7 +57,22 @@ def memory_table(audit: Callable[[dict[str, Any]], Any]) -> str:
     rows: list[tuple[str, ...]] = [("each replica holds", "MiB of state", "MiB at its peak", "ms a step", "ms exposed")]
     for way, options in WAYS.items():
         found = audit(options)
-        mib = [f"{n / MiB:.1f}" for n in (found.memory.given, found.memory.peak)]
-        ms = [f"{1e3 * seconds:.2f}" for seconds in (found.timeline.seconds, found.timeline.exposed)]
+        mib = [f"{n / MiB:.1f}" for n in (found.memory.given, found.memory.peak)] if found.memory else ["–", "–"]
+        line = found.timeline
+        ms = [f"{1e3 * seconds:.2f}" for seconds in (line.seconds, line.exposed)] if line else ["–", "–"]
         rows.append((way, *mib, *ms))
     return "\n".join(table(rows))
+
+
+def table_of_tasks(where: str, found: Footprint) -> str:
+    """Shows the memory at each task of a step of several programs.
+
+    Args:
+      where: what it is compiled for.
+      found: its memory.
+
+    Returns:
+      A table, and the peak below it.
+    """
+    rows = [("task", "MiB there"), *((task, f"{nbytes / MiB:.2f}") for task, nbytes in found.moments)]
+    return "\n".join([*table(rows), f"{where}: memory of a device: {memory_of(found)}, in {found.fullest.task}"])

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 
 from fddp.analysis.auditing.beside import Plain, beside_jit
 from fddp.analysis.auditing.carried import carried, merged, within_replicas
-from fddp.analysis.auditing.device_memory import Memory, memory_of
+from fddp.analysis.auditing.device_memory import Memory, memory_of, table_of_tasks
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.hlo import Collective, Module, find_collectives, parse, work
 from fddp.measuring import draw, figure, label
-from fddp.schedules import Communicate, Timeline
-from fddp.step import TrainState
+from fddp.schedules import Communicate, Footprint, TaskList, Timeline
+from fddp.step import TrainState, footprint
 from fddp.training import TrainStep
 from fddp.wording import table
 
@@ -55,6 +55,9 @@ class Audit:
     are numbers of collectives."""
     memory: Memory | None = None
     """The bytes that a device needs for a step; None where the platform does not tell."""
+    tasks: Footprint | None = None
+    """The bytes that there are at each task, if the step is several programs: messages leave between these, so that
+    there are no collectives."""
     beside: tuple[Plain, ...] = ()
     """Plain JAX of the same loss and optimizer on the target, where that was asked."""
 
@@ -62,9 +65,10 @@ class Audit:
         """Says what keeps traffic from being hidden, and what to do about it.
 
         Returns:
-          A sentence or two for each fault; empty if there is none.
+          A sentence or two for each fault; empty if there is none, or if the step is several programs: what lies open
+          there is measured, by `step.measure`.
         """
-        return tuple(problems(self))
+        return () if self.tasks else tuple(problems(self))
 
     def picture(self, path: Any) -> None:
         """Draws the estimated schedule.
@@ -105,6 +109,9 @@ class Audit:
         return self.carries[k] or ("merged" if merged(self.collectives[k]) else "other")
 
     def __str__(self) -> str:
+        return table_of_tasks(self.where, self.tasks) if self.tasks else self._table()
+
+    def _table(self) -> str:
         head = ("starts", "carries", "kind", "MiB", "dtype", "mode", "heavy operations in flight", "of all FLOPs")
         rows: list[tuple[str, ...]] = [head]
         for k, collective in enumerate(self.collectives):
@@ -142,7 +149,7 @@ def audit(
     Nothing runs and nothing is sent. With a target the step is compiled ahead of time for GPUs that need not exist.
 
     Args:
-      step: from `train_step`, with a schedule that is one program ("fused", or "auto" where that picks it).
+      step: from `train_step`. Of a schedule of several programs ("staged", "eager") the memory is told, task by task.
       state: the step's state; only shapes matter, `jax.ShapeDtypeStruct`s will do.
       batch: as for a step. With a target: the rows of all its replicas together; only shapes matter.
       target: None: the devices that the step runs on. "h100:8": eight H100s in one host; "a100:2x8": two hosts of
@@ -154,8 +161,9 @@ def audit(
       An `Audit`: `print(it)`, `it.problems()`, `it.picture("schedule.png")`.
 
     Raises:
-      ValueError: an unknown target, `beside` without one, a schedule of several programs, or, without a target,
-        replicas that talk over MPI, into whose calls XLA cannot look.
+      ValueError: an unknown target, `beside` without one; `beside` for a schedule of several programs, or such a
+        schedule whose memory XLA does not tell ("after"); or, without a target, one program of replicas that talk over
+        MPI, into whose calls XLA cannot look.
       RuntimeError: the compiler for the target is not installed.
 
     Example:
@@ -168,23 +176,39 @@ def audit(
     there = None if target is None else read_target(target)
     if beside not in (None, "jit") or (beside and there is None):
         raise ValueError(f"beside must be 'jit', with a target to compile for, or None, got {beside!r}.")
+    if there is not None:
+        step, state, batch = moved(step, state, batch, there)
+    where = there.name if there is not None else jax.default_backend()
+    listed = step.tasks(state, batch)
+    memory = footprint(step.settled, state, batch)
+    if not step.is_one_program:
+        return _of_stages(step, memory, where, listed, beside)
     if there is None and step.group.backend == "mpi" and step.group.size > 1:
         raise ValueError(
             "an audit reads XLA's collectives, and MPI's are calls that it cannot look into; give a target, "
             "fddp.audit(…, target='h100:8'), or use backend 'gloo'."
         )
-    if there is not None:
-        step, state, batch = moved(step, state, batch, there)
     compiled = step.lower(state, batch).compile()
     module = parse(compiled.as_text() or "")
     collectives = find_collectives(module)
-    where = there.name if there is not None else jax.default_backend()
     within = within_replicas(collectives, step.group.placement)
-    found = read(module, collectives, within, step.tasks(state, batch).messages, step.plan, where, there)
-    found = replace(found, memory=memory_of(compiled))
+    found = read(module, collectives, within, listed.messages, step.plan, where, there)
+    found = replace(found, memory=memory_of(memory))
     if there is None or not beside:
         return found
     return replace(found, beside=tuple(way() for way in beside_jit(step, state, batch, there).values()))
+
+
+def _of_stages(step: TrainStep, found: Footprint | None, where: str, listed: TaskList, beside: str | None) -> Audit:
+    """Tells of a step of several programs what can be read before it runs: its memory."""
+    if beside or found is None:
+        raise ValueError(
+            "this step is several programs, and the messages leave between them: an audit tells the memory of the "
+            "schedules 'staged' and 'eager', and no more; of schedule='fused' it reads the collectives as well."
+        )
+    messages = tuple(task.name for task in listed.messages)
+    memory = memory_of(found)
+    return Audit(where, step.plan, (), messages, (), (), 0, 0, 0, None, memory, tasks=found)
 
 
 def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[TrainStep, TrainState, Any]:

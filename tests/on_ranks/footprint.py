@@ -1,0 +1,54 @@
+"""The memory that a step is said to need, held against what the process takes."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim
+from on_ranks.made import resident_mib
+
+import fddp
+from fddp.buckets import MiB
+
+WIDTH = 1024
+LEAVES = 8
+CARRYING_MIB = 32  # what MPI and the heap keep beside
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt: larger blocks go back to the system as soon as they are free
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"shard": "optimizer"},
+    {"shard": "state"},
+    {"shard": "state", "reshard_after_forward": True},
+    {"schedule": "eager"},
+)
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+@claim(backends=("mpi",), sizes=(2, 3), quick=("mpi",))
+def a_step_takes_about_the_memory_that_is_told(group: fddp.Group):
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    rows = np.ones((2, WIDTH), np.float32)
+    for way in WAYS:
+        options: dict[str, Any] = {"schedule": "staged", "bucket_cap_mb": 0} | way
+        step = fddp.train_step(loss_fn, optax.adam(0.1), group=group, **options)
+        state = step.init(lambda: {f"w{k}": jnp.full((WIDTH, WIDTH), 0.01) for k in range(LEAVES)})
+        told = fddp.audit(step, state, rows).memory
+        assert told is not None
+        for _ in range(2):
+            state = jax.block_until_ready(step(state, rows)[0])
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident_mib("VmRSS")
+        state = jax.block_until_ready(step(state, rows)[0])
+        peak = told.given / MiB + resident_mib("VmHWM") - before
+        found = f"{way}: {peak:.1f} MiB, {told.peak / MiB:.1f} told"
+        # XLA plans buffers that it does not always touch.
+        assert 0.75 * told.peak / MiB < peak < told.peak / MiB + CARRYING_MIB, found
