@@ -1,6 +1,6 @@
 """Does any configuration train to other parameters than plain JAX? Problems, options and batches are drawn at random.
 
-    python bench/configurations.py [--count 504] [--seed 0] [--minutes 60] [--quick]
+    python bench/configurations.py [--count 504] [--seed 0] [--minutes 60] [--shards] [--quick]
 
 Each configuration trains for a few steps on up to eight devices of this process, and in `plain.py`, in float64. Options
 that do not go together are drawn as they come: an error that fddp raises in its own words, before anything has run,
@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench import plain
-from bench.drawn import EXACT, NORMED, OPTIMIZERS, OUTER, RATE, Drawn, buffers, draw, given, keys, loss_of
+from bench.drawn import EXACT, NORMED, OUTER, RATE, ROUNDED, Drawn, buffers, draw, given, keys, loss_of, optimizer_of
+from bench.drawn_shards import draw_shards
 from bench.record import RESULTS, save
 
 COUNT, TIMEOUT_S, FORGET_EVERY = 504, 180, 40
@@ -51,14 +52,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no other one begins")
     parser.add_argument("--quick", action="store_true", help="12 configurations, nothing is saved")
+    parser.add_argument(
+        "--shards", action="store_true", help="states in shards, for which more is drawn than for others"
+    )
     parser.add_argument("--more", action="store_true", help="goes on behind those that are saved, and adds to them")
     args = parser.parse_args()
     prepare()
     count = 12 if args.quick else args.count
-    found, saved = dict[int, Outcome](), earlier() if args.more else {}
+    draws, name = (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
+    found, saved = dict[int, Outcome](), earlier(name) if args.more else {}
     first, end = saved.get("seeds", [args.seed])[-1] + args.more, time.perf_counter() + 60 * args.minutes
     for seed in range(first, first + count):
-        drawn, begin = draw(seed), time.perf_counter()
+        drawn, begin = draws(seed), time.perf_counter()
         if begin > end:
             break
         found[seed] = outcome = judged(drawn)
@@ -68,7 +73,7 @@ def main() -> None:
             jax.clear_caches()
     print(table(found))
     if not args.quick and count > 1:
-        print(save("configurations", results(found, saved)))
+        print(save(name, results(found, saved)))
 
 
 def prepare() -> None:
@@ -90,9 +95,9 @@ def table(found: dict[int, Outcome]) -> str:
     return "\n".join([*lines, *(f"      {n:5} {one.words}" for n, one in found.items() if one.kind == "wrong")])
 
 
-def earlier() -> dict[str, Any]:
+def earlier(name: str) -> dict[str, Any]:
     """What an earlier run has saved."""
-    return json.loads((RESULTS / "configurations.json").read_text())["results"]
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
 
 
 def results(found: dict[int, Outcome], saved: dict[str, Any]) -> dict[str, Any]:
@@ -167,13 +172,15 @@ def trained(drawn: Drawn) -> str:
 
 def made(drawn: Drawn) -> fddp.TrainStep:
     """The step of a configuration."""
-    optimizer: Any = OPTIMIZERS[drawn.optimizer]()
+    optimizer: Any = optimizer_of(drawn)
     if drawn.scale:
         interval = plain.GROWTH_INTERVAL
         optimizer = fddp.dynamic_scale(optimizer, initial=plain.INITIAL_SCALE, growth_interval=interval)
     if drawn.local:
         optimizer = fddp.local_steps(optimizer, **{**drawn.local, "outer": OUTER[drawn.local["outer"]]()})
     group = fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices()[: drawn.replicas]), "replica"))
+    if drawn.hosts > 1:
+        group = group.hierarchical(local=drawn.replicas // drawn.hosts)
     options: dict[str, Any] = dict(drawn.options)
     if drawn.ignored:
         options["ignore"] = lambda path: path == drawn.ignored
@@ -210,7 +217,7 @@ def compare(drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, told: pla
     for name, x in drawn.params.items():
         if name not in got and not np.array_equal(np.asarray(whole.params[name]), x):
             raise Wrong(f"step {number} has changed {name}, which is not trained")
-    if drawn.hook not in EXACT:
+    if drawn.hook not in (*EXACT, *ROUNDED):
         if not drawn.infinite and not all(np.all(np.isfinite(np.asarray(x, np.complex128))) for x in got.values()):
             raise Wrong(f"after step {number} parameters are not finite")
         return
@@ -265,6 +272,9 @@ class Tolerance:
 
     def __init__(self, drawn: Drawn, steps: int) -> None:
         dtypes = [jnp.dtype(drawn.dtypes[name]) for name in drawn.trained]
+        # What is computed or sent in 16 bits has their precision, whatever the parameters have.
+        dtypes += [jnp.dtype(name) for hook, name in ROUNDED.items() if hook == drawn.hook]
+        dtypes += [jnp.dtype("bfloat16")] * drawn.narrow
         eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         x64 = eps < 1e-12 and drawn.calls[0].batches[0]["x"].dtype == np.float64
         self.number, self.exact = steps, eps < 1e-5

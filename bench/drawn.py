@@ -28,8 +28,21 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(RATE, eps=1e-2), 2).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(RATE, momentum=0.9), 5),
 }
+# Optimizers of parts of a tree, which are drawn for states in shards alone.
+PARTS: dict[str, Callable[[], Any]] = {
+    "multi_transform": lambda: optax.multi_transform(
+        {"adam": optax.adam(RATE, eps=1e-2), "sgd": optax.sgd(RATE, momentum=0.9)},
+        lambda params: _by_name(params, "adam", "sgd"),
+    ),
+    "decay of some": lambda: optax.adamw(
+        RATE, eps=1e-2, weight_decay=0.1, mask=lambda params: _by_name(params, True, False)
+    ),
+    "momentum of some": lambda: optax.chain(
+        optax.masked(optax.trace(0.9), lambda params: _by_name(params, True, False)), optax.scale(-RATE)
+    ),
+}
 # Whose update may be as large as the rate, however small the gradient is.
-NORMED = ("adam", "adamw", "clip, adamw", "lars", "lion", "rmsprop", "MultiSteps")
+NORMED = ("adam", "adamw", "clip, adamw", "lars", "lion", "rmsprop", "MultiSteps", "multi_transform", "decay of some")
 
 HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "allreduce": fddp.hooks.allreduce,
@@ -47,6 +60,8 @@ HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "starting": lambda: fddp.hooks.starting(1, fddp.hooks.fp16()),
 }
 EXACT = ("", "allreduce", "topk(1.0)", "chunks(1.0)")
+# The dtype to which a hook rounds every message, and in which it is rounded once more.
+ROUNDED = {"bf16": "bfloat16", "fp16": "float16"}
 
 OUTER: dict[str, Callable[[], Any]] = {
     "mean": lambda: optax.sgd(1.0),
@@ -79,7 +94,7 @@ class Drawn:
     order: tuple[str, ...]
     """In which the loss uses the leaves; a tied one twice, one that nobody uses never."""
     form: frozenset[str]
-    """Of the loss: weighted, aux, model_state, rng, shared rng, branch."""
+    """Of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all replicas' rows)."""
     rows: str
     """"rows", "stacked" or "joined"."""
     optimizer: str
@@ -93,6 +108,10 @@ class Drawn:
     infinite: bool
     params: dict[str, Any] = field(repr=False)
     calls: tuple[Call, ...] = field(repr=False)
+    hosts: int = 1
+    """So many, each of which sums over its own replicas first."""
+    narrow: bool = False
+    """Whether the loss computes in bfloat16 (`fddp.mixed_precision`)."""
 
     @property
     def dealt(self) -> int:
@@ -116,7 +135,7 @@ def draw(seed: int) -> Drawn:
     chance = lambda p: pick.random() < p  # noqa: E731
     numbers = np.random.default_rng(seed)
     x64, replicas = chance(0.35), pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
-    dtypes, params = _leaves(pick, numbers, x64)
+    dtypes, params = leaves_of(pick, numbers, x64)
     order = list(dtypes)
     pick.shuffle(order)
     if chance(0.25) and len(order) > 1:
@@ -131,14 +150,14 @@ def draw(seed: int) -> Drawn:
     optimizer = pick.choice(list(OPTIMIZERS))
     local = _local(pick) if chance(0.22) else {}
     hook = pick.choice(list(HOOKS)) if chance(0.25) else ""
-    options = _options(pick, replicas, bool(hook))
+    options = options_of(pick, replicas, bool(hook))
     if hook:
         options["hook"] = HOOKS[hook]()
     dealt = options.get("virtual_replicas") or replicas
     infinite = chance(0.15) and rows != "joined"
     if infinite and chance(0.7):
         options["skip_nonfinite"] = True
-    calls = _calls(pick, numbers, x64, dealt, options.get("accumulation_steps", 1), rows, infinite, bool(local))
+    calls = calls_of(pick, numbers, x64, dealt, options.get("accumulation_steps", 1), rows, infinite, bool(local))
     return Drawn(
         seed=seed,
         x64=x64,
@@ -162,7 +181,7 @@ def draw(seed: int) -> Drawn:
 FORMS = {"weighted": 0.3, "aux": 0.4, "model_state": 0.35, "rng": 0.25, "shared rng": 0.1, "branch": 0.12}
 
 
-def _leaves(pick: random.Random, numbers: np.random.Generator, x64: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def leaves_of(pick: random.Random, numbers: np.random.Generator, x64: bool) -> tuple[dict[str, str], dict[str, Any]]:
     wide = ["float32", "float64"] if x64 else ["float32"]
     families = [wide[-1:], ["float32"], wide, ["bfloat16"], ["float16"], ["float32", "bfloat16", "float16"]]
     family = pick.choices(families, (6, 5, 3, 1.5, 1, 1))[0]
@@ -189,7 +208,7 @@ def _leaves(pick: random.Random, numbers: np.random.Generator, x64: bool) -> tup
     return dtypes, params
 
 
-def _options(pick: random.Random, replicas: int, hooked: bool) -> dict[str, Any]:
+def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, Any]:
     chance = lambda p: pick.random() < p  # noqa: E731
     options: dict[str, Any] = {"schedule": pick.choice(("fused", "fused", "staged", "eager", "after"))}
     draws: dict[str, tuple[float, Callable[[], Any]]] = {
@@ -229,7 +248,7 @@ def _local(pick: random.Random) -> dict[str, Any]:
     }
 
 
-def _calls(
+def calls_of(
     pick: random.Random,
     numbers: np.random.Generator,
     x64: bool,
@@ -301,6 +320,16 @@ def keys(drawn: Drawn) -> Any:
     return found | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {}) or None
 
 
+def optimizer_of(drawn: Drawn) -> Any:
+    """The optimizer of a configuration."""
+    return (OPTIMIZERS | PARTS)[drawn.optimizer]()
+
+
+def _by_name(params: Any, some: Any, others: Any) -> Any:
+    """Divides leaves into two kinds, by the last letters of their names."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: some if path[0].key[-1] in "aceg" else others, params)
+
+
 def loss_of(drawn: Drawn) -> Callable[..., Any]:
     """The loss of a configuration: a chain of its leaves, whose order is in no way that of the alphabet."""
 
@@ -316,6 +345,9 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
             way = [lambda name=name: _term(params[name], name, 3, x, batch["word"]) for name in drawn.order[-2:]]
             wide = jnp.result_type(*(jax.eval_shape(f).dtype for f in way))
             h = jnp.tanh(0.5 * h + jax.lax.cond(batch["y"][0] > 0, *(lambda f=f: f().astype(wide) for f in way)))
+        if "statistics" in drawn.form:
+            mean = jax.lax.pmean(jnp.mean(h), "replica")
+            h = (h - mean) / jnp.sqrt(1 + jax.lax.pmean(jnp.mean((h - mean) ** 2), "replica"))
         rates = (h - batch["y"]) ** 2 * batch.get("scale", 1)
         for key in jax.tree.leaves(rng):
             rates = rates * (1 + 0.2 * jax.random.uniform(key, (), jnp.float32))
@@ -331,7 +363,7 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
             return loss, (after, aux)
         return (loss, aux) if "aux" in drawn.form else loss
 
-    return loss_fn
+    return fddp.mixed_precision(loss_fn) if drawn.narrow else loss_fn
 
 
 def _term(leaf: Any, name: str, place: int, x: Any, word: Any) -> Any:

@@ -4,7 +4,7 @@ Where the loss of a row depends on that row alone, there is one batch of all row
 batches taken as they are, ranks without data) each replica's micro-batches are gone through one by one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import fddp
-from bench.drawn import COLUMNS, OPTIMIZERS, OUTER, Call, Drawn, keys, loss_of
+from bench.drawn import COLUMNS, OUTER, Call, Drawn, keys, loss_of, optimizer_of
 
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**10, 2
 
@@ -84,7 +84,7 @@ def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
 class _Plain:
     def __init__(self, drawn: Drawn, fragments: Sequence[Sequence[str]]) -> None:
         self.drawn, self.fragments = drawn, fragments
-        self.inner, self.outer = OPTIMIZERS[drawn.optimizer](), OUTER[drawn.local.get("outer", "mean")]()
+        self.inner, self.outer = optimizer_of(drawn), OUTER[drawn.local.get("outer", "mean")]()
         params = wide(drawn.params)
         trained = {name: params[name] for name in drawn.trained}
         self.fixed = {name: x for name, x in params.items() if name not in trained}
@@ -92,7 +92,7 @@ class _Plain:
         self.own = [Own(trained, jax.device_get(self.inner.init(trained)), buffers)] * drawn.dealt
         self.shared, self.outer_state = trained, jax.device_get(self.outer.init(trained))
         self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
-        slices = {"model_state", "rng", "shared rng", "branch"} & drawn.form
+        slices = {"model_state", "rng", "shared rng", "branch", "statistics"} & drawn.form
         self.joined = not (slices or drawn.rows != "rows" or drawn.local)
         self.step = 0
         loss_fn = loss_of(drawn)
@@ -107,6 +107,14 @@ class _Plain:
             loss, weight = value if isinstance(value, fddp.Weighted) else (value, jnp.float64(len(batch["y"])))
             return loss, (weight, aux, after)
 
+        def among_all(trained: Any, fixed: Any, batches: Any) -> Any:
+            each = jax.vmap(lambda batch: objective(trained, fixed, batch, None, None), axis_name="replica")
+            loss, (weight, aux, _) = each(batches)
+            weighed = jax.tree.map(lambda x: jnp.sum(weight * x), (loss, aux))
+            return weighed[0], (*weighed, jnp.sum(weight))
+
+        together = jax.jit(jax.value_and_grad(among_all, has_aux=True))
+        self.gradient_among_all = lambda *given: jax.device_get(together(*given))
         # Between programs there are arrays of NumPy: JAX would compile every sum.
         gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))
         self.gradient = lambda *given: jax.device_get(gradient(*given))
@@ -128,8 +136,9 @@ class _Plain:
 
     def _together(self, pending: list[Call]) -> Told:
         drawn = self.drawn
-        if self.joined:
-            of_all, live = [self._of_all(pending)], [None] * drawn.dealt
+        if self.joined or "statistics" in drawn.form:
+            of_all = [self._of_all(pending)] if self.joined else [*self._among_all(pending)]
+            live = [None] * drawn.dealt
         else:
             of_all, live = map(list, zip(*(self._of_one(r, pending) for r in range(drawn.dealt))))
         mean = _mean(of_all)
@@ -139,7 +148,7 @@ class _Plain:
         self.own = [own._replace(buffers=x) for x in buffers]
         self.shared = own.params
         loss, aux = mean[1:]
-        seen = None if self.joined else used
+        seen = None if self.joined or "statistics" in drawn.form else used
         return Told(own.params, own.opt_state, buffers, loss, aux, own.scale, self.shared, seen)
 
     def _landed(self, live: list[Any], active: Sequence[bool]) -> list[Any]:
@@ -191,7 +200,7 @@ class _Plain:
         moved, after = self.update[self.outer](grads, self.outer_state, self.shared)
         travels = lambda tree: {name: name in names for name in tree}  # noqa: E731
         self.shared = {name: moved[name] if name in names else x for name, x in self.shared.items()}
-        self.outer_state = _put_back(self.outer, after, self.outer_state, travels(self.shared))
+        self.outer_state = _put_back(after, self.outer_state, travels(self.shared))
         self.own = [
             one._replace(
                 params=one.params
@@ -211,6 +220,15 @@ class _Plain:
         batch = {name: np.concatenate([c.batches[0][name] for c in pending]) for name in pending[0].batches[0]}
         (loss, (_, aux, _)), grads = self.gradient(self.own[0].params, self.fixed, wide(batch), None, None)
         return Contribution(grads, loss, aux, 1, 1, self._used(batch))
+
+    def _among_all(self, pending: list[Call]) -> Iterator[Contribution]:
+        """What each micro-batch contributes, of all replicas together: they have statistics in common."""
+        for call in pending:
+            for k in range(self.drawn.micro_batches):
+                parts = [self._part(call, r * self.drawn.micro_batches + k) for r in range(self.drawn.dealt)]
+                batches = wide({name: np.stack([part[name] for part in parts]) for name in parts[0]})
+                (_, (loss, aux, weight)), grads = self.gradient_among_all(self.own[0].params, self.fixed, batches)
+                yield Contribution(grads, loss, aux, weight, weight, self._used(parts[0]))
 
     def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
         """What one replica's micro-batches contribute, and its buffers after them."""
@@ -271,7 +289,7 @@ class _Plain:
         params, opt_state = self.update[self.inner](grads, own.opt_state, own.params)
         if drawn.options.get("find_unused_parameters"):
             params = {name: x if name in used else own.params[name] for name, x in params.items()}
-            opt_state = _put_back(self.inner, opt_state, own.opt_state, {name: name in used for name in params})
+            opt_state = _put_back(opt_state, own.opt_state, {name: name in used for name in params})
         return own._replace(params=params, opt_state=opt_state), False
 
 
@@ -302,9 +320,10 @@ def _finite(grads: Any) -> bool:
     return all(np.all(np.isfinite(x)) for x in jax.tree.leaves(grads))
 
 
-def _put_back(optimizer: Any, new: Any, old: Any, moves: dict[str, bool]) -> Any:
-    """An optimizer's state in which only what belongs to some leaves has moved."""
-    chosen = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, moved: moved, new, moves, transform_non_params=lambda _: True
-    )
-    return jax.tree.map(lambda moved, x, y: x if moved else y, chosen, new, old)
+def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
+    """An optimizer's state in which only what belongs to some leaves has moved: what lies under a leaf's name."""
+
+    def chosen(path: Sequence[Any], x: Any, y: Any) -> Any:
+        return x if all(moves.get(getattr(key, "key", ""), True) for key in path) else y
+
+    return jax.tree_util.tree_map_with_path(chosen, new, old)
