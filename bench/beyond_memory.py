@@ -1,0 +1,152 @@
+"""Does a model train whose state is larger than the memory of each rank, and go on where it was saved?
+
+    python -m bench.beyond_memory [mpi|gloo] [--ranks 4] [--limit 1700] [--quick]
+
+A GPT of 185 million parameters, with Adam's moments 2.1 GiB, in shards that are gathered twice a step. The kernel holds
+each rank to a limit below that (`limits.py`). The first job makes the state by a function, trains, saves, and trains
+on. The second one, of new processes, restores what was saved into a form and takes the same steps: their losses and the
+bits of the last parameters have to be the same. A third job asks for a whole state, and has to be killed by the limit.
+Told is the most that a rank's resident memory was in each job, that of Python, JAX and its compiler included.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from hashlib import sha256
+from typing import Any
+
+from bench.limits import forget, limit
+
+SIZES = {"large": (6, 1536, 5120, 1700), "small": (2, 128, 256, 0)}  # layers, width, hidden, MiB of the limit
+STEPS = 3  # before the save, and after it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend", nargs="?", default="mpi", choices=("mpi", "gloo"))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--limit", type=int, help="of each rank, MiB")
+    parser.add_argument("--quick", action="store_true", help="a small model, without a limit; nothing is saved")
+    args = parser.parse_args()
+    size = "small" if args.quick else "large"
+    found = asked(args.backend, args.ranks, size, args.limit)
+    print(json.dumps(found, indent=1))
+    if not args.quick:
+        from bench.record import save
+
+        print(save(f"beyond_memory_{args.backend}_{args.ranks}", found))
+
+
+def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
+    """Runs the jobs.
+
+    Args:
+      backend: "mpi" or "gloo".
+      ranks: their number.
+      size: of the model, "large" or "small".
+      most: MiB of each rank's limit; 0: none.
+
+    Returns:
+      What was found.
+
+    Raises:
+      RuntimeError: a job that should train failed, or one that should not trained; or the training did not go on where
+        it was saved.
+    """
+    folder = tempfile.mkdtemp()
+    most = SIZES[size][-1] if most is None else most
+    try:
+        trained, restored = (job(backend, ranks, size, most, folder, act) for act in ("train", "restore"))
+        if trained is None or restored is None:
+            raise RuntimeError("a job in shards failed; its error is above.")
+        if most and job(backend, ranks, size, most, folder, "whole") is not None:
+            raise RuntimeError(f"a whole state fits {most} MiB: there is nothing to be shown.")
+    finally:
+        shutil.rmtree(folder)
+        forget()
+    after = trained["losses"][STEPS:]
+    if (after, trained["bits"]) != (restored["losses"], restored["bits"]):
+        raise RuntimeError(f"training went on otherwise: {after}, {restored['losses']} when restored.")
+    return {"limit_mib": most, "trained": trained, "restored": restored, "whole": "killed" if most else "not tried"}
+
+
+def job(backend: str, ranks: int, size: str, most: int, folder: str, act: str) -> dict[str, Any] | None:
+    """Runs one job; returns what its rank 0 tells, None if it fails."""
+    from bench.jobs import ending, start
+
+    command = [sys.executable, "-m", "bench.beyond_memory", "rank", size, str(most), folder, act]
+    env = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled", "FDDP_GRACE_S": "5"}
+    errors = subprocess.DEVNULL if act == "whole" else None  # of being killed
+    with ending(start(backend, ranks, command, env, stdout=subprocess.PIPE, stderr=errors, text=True)) as jobs:
+        texts = [one.communicate(timeout=480)[0] for one in jobs]
+    told = [line for text in texts for line in text.splitlines() if line.startswith("{")]
+    return None if any(one.returncode for one in jobs) else json.loads(told[0])
+
+
+def rank(size: str, most: str, folder: str, act: str) -> None:
+    """Does one rank's part; rank 0 prints what all have found."""
+    held_by = limit(int(most)) if int(most) else "no limit"  # before JAX is there
+
+    import jax
+    import numpy as np
+    import optax
+
+    import fddp
+    from bench.saving import resident
+    from models import gpt
+
+    layers, width, hidden, _ = SIZES[size]
+    model = gpt.GPT(256, layers=layers, width=width, heads=8, kv_heads=4, hidden=hidden, context=64)
+    group = fddp.init()
+    before = resident("VmRSS")
+    options: dict[str, Any] = {} if act == "whole" else {"shard": "state", "reshard_after_forward": True}
+    step = fddp.train_step(
+        gpt.loss_fn(model), optax.adam(1e-4), group=group, has_aux=True, schedule="staged", bucket_cap_mb=32, **options
+    )
+    first = gpt.batch(model, 1, group.rank, length=32)
+
+    def make() -> Any:
+        return gpt.init(model, jax.random.key(0), first)[0]
+
+    numbers = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make)))
+    losses = list[str]()
+
+    def train(state: Any, checkpoints: fddp.Checkpoints | None = None) -> Any:
+        for _ in range(STEPS):
+            state, info = step(state, gpt.batch(model, 1, 100 * int(state.step) + group.rank, length=32))
+            losses.append(float(info.loss).hex())
+        return state
+
+    with fddp.Checkpoints(f"{folder}/saved", step) as checkpoints:
+        if act == "restore":
+            state, _ = checkpoints.restore(step.shapes(make))
+            state = train(state)
+        else:
+            state = train(step.init(make))
+            checkpoints.save(state, now=True)
+            state = train(state)
+    digest = sha256()
+    for x in jax.tree.leaves(state.params):
+        digest.update(np.asarray(x.addressable_data(0)).tobytes())
+    peak = round(resident("VmHWM"), 1)
+    every = group.all_gather_object((held_by, round(before, 1), peak, digest.hexdigest()))
+    group.print(
+        json.dumps(
+            {
+                "held_by": sorted({one[0] for one in every}),
+                "parameters": numbers,
+                "state_mib": round(12 * numbers / 2**20, 1),
+                "before_mib": [one[1] for one in every],
+                "peak_mib": [one[2] for one in every],
+                "losses": losses,
+                "bits": sha256("".join(one[3] for one in every).encode()).hexdigest(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    rank(*sys.argv[2:]) if sys.argv[1:2] == ["rank"] else main()
