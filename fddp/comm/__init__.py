@@ -5,6 +5,8 @@ their programs and of their hosts, the placement of their arrays, and the checks
 This room imports no other.
 """
 
+from fddp.comm.addresses import on_one_host as on_one_host
+from fddp.comm.addresses import own_addresses as own_addresses
 from fddp.comm.agreement import BESIDE as BESIDE
 from fddp.comm.agreement import described as described
 from fddp.comm.agreement import nothing_to_compare as nothing_to_compare

@@ -48,6 +48,8 @@ class Journal:
     """`adds(processes)`: notes a batch without a message, which a step of so many processes will send."""
     goes_on: Callable[[int], None] = _note
     """Notes that this process continues a training that was saved after a step, by the step's number."""
+    stall_s: float = 30.0
+    """Seconds for which nothing may move while this process waits for others."""
     finding: Callable[[], Finding] = lambda: Finding(False, "")
     """Reads what the watchers have found so far."""
     ask_to_stop: Callable[[], None] = _note

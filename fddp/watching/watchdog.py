@@ -9,8 +9,6 @@ import gc
 import json
 import os
 import secrets
-import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from fddp.comm import Group, leave
+from fddp.comm import Group, leave, on_one_host, own_addresses
 from fddp.watching.recorder import Recorder
 from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 
@@ -33,7 +31,6 @@ SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
 GRACE_S = 1.5
 TOLD = 4096  # bytes in which rank 0 tells the others of its watcher
-SIOCGIFADDR = 0x8915
 # Beginnings of files that are not the user's: those of fddp, of Python and of installed packages.
 NOT_THEIRS = (str(Path(__file__).parents[1]), "<", *(sysconfig.get_path(of) for of in ("stdlib", "purelib", "platlib")))
 # The package `watcher` stands alone: to import it as a part of fddp would load JAX.
@@ -77,12 +74,12 @@ def watched(
     Returns:
       The group, with the recorder's journal.
     """
-    group = replace(group, journal=recorder.journal())
+    journal = recorder.journal()
+    group = replace(group, journal=replace(journal, stall_s=stall_s or journal.stall_s))
     if group.processes == 1 or os.name != "posix":
         return group
     rank = group.rank
-    keys = group.hosts.all_gather(_host_key())
-    alone = bool(np.all(keys == keys[0]))
+    alone = on_one_host(group)
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
     job = own | {"memory": file, "stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     if rank == 0:
@@ -91,7 +88,7 @@ def watched(
         told = {"token": token, "flight": flight}
         _start(job | told, kept)
         port = _port(recorder)
-        hosts = ["127.0.0.1"] if alone else _own_addresses()
+        hosts = ["127.0.0.1"] if alone else own_addresses()
         told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode().ljust(TOLD)
         group.hosts.broadcast(np.frombuffer(told, np.uint8), 0)
     else:
@@ -150,27 +147,3 @@ def _port(recorder: Recorder) -> int:
             return port
         time.sleep(0.01)
     return 0
-
-
-def _host_key() -> np.ndarray:
-    """A key that is equal for processes that reach each other over the loopback device."""
-    try:
-        key = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
-    except OSError:
-        key = socket.gethostname()
-    return np.frombuffer(key.encode()[:80].ljust(80), np.uint8)
-
-
-def _own_addresses() -> list[str]:
-    """Addresses at which other hosts may reach this one: those of its network devices."""
-    import fcntl  # of POSIX alone
-
-    found = list[str]()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-            except OSError:
-                continue
-    return [address for address in found if not address.startswith("127.")] or [socket.gethostname()]

@@ -1,0 +1,43 @@
+"""Addresses at which the processes of a group reach each other, beside the transport of their messages."""
+
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:  # a group has hosts
+    from fddp.comm.group import Group
+
+SIOCGIFADDR = 0x8915
+
+
+def on_one_host(group: "Group") -> bool:
+    """Whether all processes of a group reach each other over the loopback device; every process calls it."""
+    keys = group.hosts.all_gather(_host_key())
+    return bool(np.all(keys == keys[0]))
+
+
+def own_addresses() -> list[str]:
+    """Addresses at which other hosts may reach this one: those of its network devices."""
+    import fcntl  # of POSIX alone
+
+    found = list[str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+            except OSError:
+                continue
+    return [address for address in found if not address.startswith("127.")] or [socket.gethostname()]
+
+
+def _host_key() -> np.ndarray:
+    """A key that is equal for processes that reach each other over the loopback device."""
+    try:
+        key = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        key = socket.gethostname()
+    return np.frombuffer(key.encode()[:80].ljust(80), np.uint8)
