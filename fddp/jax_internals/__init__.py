@@ -15,6 +15,8 @@ from fddp.jax_internals.collective_equations import gathered_dim as gathered_dim
 from fddp.jax_internals.collective_equations import scattered_dim as scattered_dim
 from fddp.jax_internals.collective_equations import sets_of as sets_of
 from fddp.jax_internals.collective_equations import ways_of as ways_of
+from fddp.jax_internals.compiled import packed as packed
+from fddp.jax_internals.compiled import unpacked as unpacked
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
 from fddp.jax_internals.configuration import PIPELINED_SUMS as PIPELINED_SUMS
 from fddp.jax_internals.configuration import asked_for as asked_for
