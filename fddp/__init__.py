@@ -9,9 +9,9 @@
 `help(fddp.train_step)` tells more of a name.
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, preempted
-Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, whole, Checkpoints
+Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, meet, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
-Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
+Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
@@ -41,6 +41,7 @@ from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
 from fddp.jaxpr import grad_order as grad_order
+from fddp.local_training import Islands as Islands
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
 from fddp.losses import Stacked as Stacked
@@ -65,6 +66,9 @@ from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState
 from fddp.training import TrainStep as TrainStep
+from fddp.training import meet as meet
+from fddp.training import replay_islands as replay_islands
+from fddp.training import simulate_islands as simulate_islands
 from fddp.training import train_step as train_step
 from fddp.training import value_and_grad as value_and_grad
 

@@ -4,6 +4,7 @@ This room imports losses and jaxpr.
 """
 
 from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out
+from fddp.optim.local import IslandState as IslandState
 from fddp.optim.local import LocalState as LocalState
 from fddp.optim.local import LocalSteps as LocalSteps
 from fddp.optim.local import Met as Met
@@ -16,6 +17,9 @@ from fddp.optim.loss_scale import scale_of as scale_of
 from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided
 from fddp.optim.parts import kinds_of_state as kinds_of_state
+from fddp.optim.quorum import Arrival as Arrival
+from fddp.optim.quorum import Quorum as Quorum
+from fddp.optim.quorum import due_at as due_at
 from fddp.optim.recorded import recorded as recorded
 from fddp.optim.skipped import skipped as skipped
 from fddp.optim.updates import check_needs as check_needs

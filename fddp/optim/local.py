@@ -5,17 +5,20 @@ has many names: local SGD (the outer optimizer is `sgd(1.0)`, which gives the me
 momentum), DiLoCo (`sgd(0.7, momentum=0.9, nesterov=True)`), Lookahead (one replica).
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use
-Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025).
+Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025);
+for islands that do not wait what `quorum.py` names.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from fddp.optim.quorum import Quorum, make_quorum
 from fddp.wording import check_whole
 
 
@@ -30,6 +33,19 @@ class LocalState(NamedTuple):
     """State of the inner optimizer, each replica's own."""
     weight: Float[Array, " fragments"]
     """Σ w that a replica has trained on since the last synchronization of each fragment, each replica's own."""
+
+
+class IslandState(NamedTuple):
+    """The state of `local_steps` with a quorum, beside each island's own parameters: all of it each island's own."""
+
+    shared: Any
+    """The shared parameters that the island took last."""
+    version: Int[Array, ""]
+    """Their version: the number of merges that made them."""
+    inner: Any
+    """State of the inner optimizer."""
+    weight: Float[Array, " 1"]
+    """Σ w that the island has trained on since it took them."""
 
 
 class Met(NamedTuple):
@@ -50,15 +66,29 @@ class LocalSteps:
     fragments: int
     delay: int
     mix: float
+    quorum: Quorum | None = None
+    """The rule of islands that do not wait for each other; None: all wait."""
 
     def __repr__(self) -> str:
         """Names functions by their names, so that the text is equal on ranks that were given the same options."""
         every = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
         rest = ", ".join(f"{name}={getattr(self, name)}" for name in ("start", "fragments", "delay", "mix"))
-        return f"LocalSteps(every={every}, {rest})"
+        quorum = f", {self.quorum}" if self.quorum else ""
+        return f"LocalSteps(every={every}, {rest}{quorum})"
 
-    def init(self, params: Any) -> LocalState:
-        """Makes the first state of both optimizers."""
+    def among(self, islands: int) -> "LocalSteps":
+        """Drops the quorum where all of so many islands wait for each other anyway; refuses one of more than all."""
+        if self.quorum is None:
+            return self
+        if self.quorum.count > islands:
+            raise ValueError(f"quorum must be no more than the number of islands, {islands}, got {self.quorum.count}.")
+        waits = self.quorum.count == islands or self.quorum.max_staleness == 0
+        return replace(self, quorum=None) if waits else self
+
+    def init(self, params: Any) -> LocalState | IslandState:
+        """Makes the first state of both optimizers; with a quorum the outer one's is the keeper's."""
+        if self.quorum:
+            return IslandState(params, jnp.zeros((), jnp.int32), self.inner.init(params), jnp.zeros(1))
         return LocalState(params, self.outer.init(params), self.inner.init(params), jnp.zeros(self.fragments))
 
     def update(self, *args: Any, **extra: Any) -> Any:
@@ -109,6 +139,11 @@ def local_steps(
     fragments: int = 1,
     delay: int = 0,
     mix: float = 0.0,
+    quorum: int | None = None,
+    grace_s: float = 0.0,
+    max_staleness: int | None = None,
+    discount: Callable[[Any], Any] | None = None,
+    log: str | Path | None = None,
 ) -> LocalSteps:
     """Makes an optimizer whose replicas train alone, and synchronize their parameters only now and then.
 
@@ -130,9 +165,19 @@ def local_steps(
         its forward and backward pass, and uses the sum at its end; its own change then counts as part of the replica's
         own parameters (`mix`).
       mix: share of its own parameters that a replica keeps when new ones come, 0 (none) to 1.
+      quorum: number of islands (processes) whose pseudo-gradients make a step of the outer optimizer. The others are
+        not waited for: theirs go into a later step. This gives up DDP's promise, the mathematics of one replica; see
+        docs/asynchronous.md. None, or all: every island waits for all others. 1, with `every=1`: the asynchronous
+        update of a parameter server.
+      grace_s: seconds for which a quorum that is there waits for more islands.
+      max_staleness: outer steps that may be made between the moment at which an island takes the shared parameters and
+        the one that uses its pseudo-gradient: islands that would grow older are waited for. 0: all. None: any number.
+      discount: gives the factor of a pseudo-gradient's weight by its age in outer steps, in jax.numpy; None: 1.
+      log: file of JSON lines in which the order of all outer steps is written, for `fddp.replay_islands`.
 
     Returns:
-      The optimizer, for `train_step`; its state is a `LocalState`.
+      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum it has `shared`, `inner` and
+      `weight`, too, and beside them the `version` of `shared`: the number of outer steps that made it.
 
     Raises:
       ValueError: a number is out of its range.
@@ -173,4 +218,10 @@ def local_steps(
             f"local_steps sends one fragment a step at most, so fragments must be no more than every, a number; got "
             f"{fragments=}, {every=}."
         )
-    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix)
+    rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
+    if rule and (start or fragments > 1 or delay):
+        raise ValueError(
+            f"islands with a quorum train alone from the first step on and send all of their parameters at once: give "
+            f"no start, fragments or delay with quorum; got {start=}, {fragments=}, {delay=}."
+        )
+    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, rule)

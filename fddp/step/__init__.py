@@ -11,6 +11,7 @@ from fddp.step.checks import check_rows as check_rows
 from fddp.step.checks import refuse_transformations as refuse_transformations
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
+from fddp.step.combinations import QUORUM as QUORUM
 from fddp.step.combinations import refuse as refuse
 from fddp.step.held import held_form as held_form
 from fddp.step.options import OptionArguments as OptionArguments

@@ -9,6 +9,7 @@ from typing import NamedTuple
 AXES = "a replica of several devices"
 FUNCTION = "a function in place of parameters"
 LOCAL = "fddp.local_steps"
+QUORUM = "local_steps(quorum=)"
 LOOKAHEAD = "optax.lookahead"
 MEMORY = "a hook with a memory"
 COLLECTIVES = "collectives in the loss"
@@ -64,6 +65,42 @@ PAIRS = (
     Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
     Pair(LOCAL, MEMORY, "not every step sends", "take a hook without a memory"),
     Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
+    # islands that do not wait
+    *(
+        Pair(QUORUM, other, why, instead)
+        for other, why, instead in (
+            ("shard", "the keeper takes and gives whole parameters", "leave shard out"),
+            (
+                "skip_all_reduce_unused_params",
+                "islands agree on nothing before they send",
+                "leave skip_all_reduce_unused_params out",
+            ),
+            (AXES, "an island is a process of one device", "leave one of them out"),
+            (MEMORY, "a hook sums over replicas, and an island has one", "take a hook without a memory"),
+            (LOOKAHEAD, "it has two sets of parameters", "give plain parameters"),
+            (
+                "schedule='eager'",
+                "an island has no sums that could come late, and waits for its parameters to send them",
+                "give schedule='fused' or 'staged'",
+            ),
+            (
+                "check_replicas_every",
+                "islands are never equal, and to compare them they would have to wait for each other",
+                "leave check_replicas_every out",
+            ),
+            (COLLECTIVES, "islands would wait for each other in every step", "compute on an island's own rows"),
+            (
+                "fddp.join",
+                "it lets ranks wait for each other before every step",
+                "let each island end with its own rows, and call fddp.meet",
+            ),
+            (
+                "virtual_replicas",
+                "virtual replicas stand in for replicas that train together",
+                "leave one of them out",
+            ),
+        )
+    ),
     # virtual replicas
     *(
         Pair(

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from fddp.comm import Group
-from fddp.local_training import alone
+from fddp.local_training import alone, islands, join_keeper
 from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps, Optimizer
 from fddp.reproducible import virtual
@@ -65,10 +65,12 @@ def train_step(
     check_callable("train_step", "loss_fn", loss_fn)
     check_optimizer("train_step", optimizer)
     settings = read_options("train_step", options)
+    group = group_of("train_step", group)
+    optimizer = optimizer.among(group.size) if isinstance(optimizer, LocalSteps) else optimizer
     inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
     objective = make_objective(loss_fn, has_aux=has_aux)
     way = way_of(settings, optimizer)
-    replica = Replica(objective, group_of("train_step", group), settings, way, loss=name_of(loss_fn))
+    replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))
 
 
@@ -83,7 +85,7 @@ def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
       The way. Options that do not go with it are refused where the step is made of both.
     """
     if isinstance(optimizer, LocalSteps):
-        return alone(optimizer)
+        return islands(optimizer, partial(join_keeper, optimizer)) if optimizer.quorum else alone(optimizer)
     if options.virtual_replicas:
         return virtual(options.virtual_replicas)
     if options.shard:

@@ -242,7 +242,9 @@ class TrainStep:
     def __repr__(self) -> str:
         known = self._settled
         how = f"schedule={known.schedule!r}, {known.plan.summary}" if known else "to be settled by the first batch"
-        return f"TrainStep({self._replica.loss}, size={self.group.size}, backend={self.group.backend!r}, {how})"
+        given_up = "" if self._replica.way.waits else ", islands do not wait: not the mathematics of one replica"
+        where = f"size={self.group.size}, backend={self.group.backend!r}"
+        return f"TrainStep({self._replica.loss}, {where}, {how}{given_up})"
 
     @property
     def is_one_program(self) -> bool:

@@ -12,7 +12,18 @@ import pytest
 
 import fddp
 from fddp import hooks
-from fddp.step.combinations import AXES, COLLECTIVES, FUNCTION, LOCAL, LOOKAHEAD, MEMORY, OWN_SCHEDULE, PAIRS, table
+from fddp.step.combinations import (
+    AXES,
+    COLLECTIVES,
+    FUNCTION,
+    LOCAL,
+    LOOKAHEAD,
+    MEMORY,
+    OWN_SCHEDULE,
+    PAIRS,
+    QUORUM,
+    table,
+)
 from models.tensor_parallel import two_axes
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -58,6 +69,7 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
         return
     inner = optax.lookahead(optax.sgd(0.1), 2, 0.5) if LOOKAHEAD in features else optax.adam(0.1)
     optimizer = fddp.local_steps(inner, every=2) if LOCAL in features else inner
+    optimizer = fddp.local_steps(inner, quorum=1) if QUORUM in features else optimizer
     if "fddp.tune" in features:
         fddp.tune(loss, optax.sgd(0.1), W, X, group=group(1), **options)
         return

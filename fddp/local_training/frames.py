@@ -1,0 +1,78 @@
+"""What islands and the keeper of the shared parameters say to each other over TCP: a line of JSON, then arrays' bytes.
+
+Both know the arrays' forms, so that only bytes travel. Numbers of a host go as they lie in its memory.
+"""
+
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+MOST = 65536  # bytes of a line
+
+
+def tell(door: socket.socket, line: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+    """Sends a line, and arrays behind it.
+
+    Args:
+      door: the connection.
+      line: what can be written as JSON.
+      arrays: as many as the other side expects.
+
+    Raises:
+      OSError: the connection is gone, or takes nothing for longer than its timeout.
+    """
+    door.sendall(json.dumps(line).encode() + b"\n")
+    for x in arrays:
+        door.sendall(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+def hear(door: socket.socket) -> dict[str, Any]:
+    """Receives a line, and none of what stands behind it.
+
+    Args:
+      door: the connection.
+
+    Returns:
+      The line.
+
+    Raises:
+      OSError: the connection is gone, or nothing came for longer than its timeout.
+    """
+    heard = bytearray()
+    while not heard.endswith(b"\n"):
+        # A line is short, and rare: it is read so that the arrays behind it stay where they are.
+        byte = door.recv(1)
+        if not byte or len(heard) > MOST:
+            raise ConnectionResetError("the connection has ended")
+        heard += byte
+    return json.loads(heard)
+
+
+def hear_arrays(door: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Receives arrays.
+
+    Args:
+      door: the connection.
+      like: arrays of the same shapes and dtypes.
+
+    Returns:
+      The arrays, in memory of their own.
+
+    Raises:
+      OSError: as for `hear`.
+    """
+    return [_array(door, x) for x in like]
+
+
+def _array(door: socket.socket, like: np.ndarray) -> np.ndarray:
+    data = np.empty(like.nbytes, np.uint8)
+    left = data.data
+    while left:
+        count = door.recv_into(left)
+        if not count:
+            raise ConnectionResetError("the connection has ended")
+        left = left[count:]
+    return data.view(like.dtype).reshape(like.shape)

@@ -1,0 +1,168 @@
+"""An island's door to the keeper of the shared parameters, which is started beside rank 0.
+
+No wait is for ever: the keeper shows twice a second that it lives, and one that does not for as long as nothing may
+move in the job (`fddp.init(stall_s=)`) is an error.
+"""
+
+import atexit
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fddp.buckets import is_shard
+from fddp.comm import Group, nothing_to_compare, on_one_host, own_addresses, verify
+from fddp.jax_internals import packed
+from fddp.local_training.frames import hear, hear_arrays, tell
+from fddp.local_training.island_runner import Keeper
+from fddp.local_training.island_state import leaves_of, version_of
+from fddp.local_training.keeper import Job
+from fddp.local_training.merging import Contribution, Leaves, first_shared, merge_forms, merging_of
+from fddp.optim import LocalSteps
+from fddp.step import Replica, TrainState
+
+CONNECT_S = 5.0
+RUN = "import sys; sys.path.insert(0, sys.argv[1]); from fddp.local_training.keeper import main; main()"
+
+
+class Place(NamedTuple):
+    """Where the keeper can be reached."""
+
+    addresses: list[str]
+    port: int
+    token: str
+
+
+def join_keeper(steps: LocalSteps, replica: Replica, state: TrainState) -> Keeper:
+    """Starts the keeper beside rank 0, and connects this island with it; every rank calls it before its first step.
+
+    Args:
+      steps: the optimizer.
+      replica: what one replica does.
+      state: this island's first state. Where a training goes on, the newest shared parameters of all islands count.
+
+    Returns:
+      The keeper.
+
+    Raises:
+      RuntimeError: it does not start, or cannot be reached; on every rank.
+    """
+    group = replica.group
+    version, params = _newest(group, state)
+    hosts = ["127.0.0.1"] if on_one_host(group) else own_addresses()
+
+    def start() -> Place | None:
+        return _start(steps, group.processes, version, params, hosts) if group.is_main else None
+
+    place = group.broadcast_object(verify(group, "keeper of the shared parameters", start, nothing_to_compare))
+    door = verify(group, "way to the keeper", lambda: _connect(place, group), nothing_to_compare)
+    atexit.register(door.close)
+    like = leaves_of(state.opt_state.shared)
+
+    def give(given: Contribution) -> tuple[int, Leaves]:
+        line = {"began": given.began, "weight": given.weight, "step": given.step}
+        with _words(group), group.journal.message("pseudo-gradient", sum(x.nbytes for x in given.change)):
+            tell(door, line, given.change)
+            return _answer(door, like)
+
+    def meet() -> tuple[int, Leaves]:
+        with _words(group), group.journal.call("meet", group.processes):
+            tell(door, {"meets": True})
+            return _answer(door, like)
+
+    return Keeper(give, meet)
+
+
+def _newest(group: Group, state: TrainState) -> tuple[int, Any]:
+    """The newest shared parameters of all islands, as a tree of host arrays, and their version."""
+    versions = group.all_gather(np.int64(version_of(state)))
+    shared = state.opt_state.shared
+    tree = jax.tree.structure(shared, is_leaf=is_shard)
+    newest = tree.unflatten(leaves_of(shared))
+    if versions.any():  # islands that begin anew have equal parameters
+        newest = group.broadcast(newest, root=int(np.argmax(versions)))
+    return int(versions.max()), newest
+
+
+def _start(steps: LocalSteps, islands: int, version: int, params: Any, hosts: list[str]) -> Place:
+    """Starts the keeper as a process of this host."""
+    rule: Any = steps.quorum
+    shared = first_shared(steps, params, version)
+    add, step = map(lambda f, forms: packed(f, *forms), merging_of(steps, params), merge_forms(shared))
+    token = secrets.token_hex(16)
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    bind = hosts[0] if hosts == ["127.0.0.1"] else ""
+    job = Job(replace(rule, discount=None), islands, shared, add, step, token, bind, x64)
+    if rule.log and not version:
+        Path(rule.log).write_text("")
+    # A session of its own: what stops or ends the group of processes of rank 0 must leave it.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", RUN, str(Path(__file__).parents[2])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        start_new_session=True,
+    )
+    process.returncode = 0  # nobody waits for it
+    ins: IO[bytes] | Any = process.stdin
+    outs: IO[bytes] | Any = process.stdout
+    os.dup(ins.fileno())  # held until this process ends, whatever becomes of the step: then the keeper ends, too
+    with ins, outs:
+        pickle.dump(job, ins)
+        ins.flush()
+        port = outs.readline().strip()
+    if not port:
+        raise RuntimeError("the keeper of the shared parameters did not start: see what it has printed.")
+    return Place(hosts, int(port), token)
+
+
+def _connect(place: Place, group: Group) -> socket.socket:
+    """Connects this island with the keeper."""
+    failures = []
+    for host in place.addresses:
+        try:
+            door = socket.create_connection((host, place.port), CONNECT_S)
+        except OSError as error:
+            failures.append(f"{host}:{place.port}: {error.strerror or error}")
+            continue
+        door.settimeout(group.journal.stall_s)
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tell(door, {"token": place.token, "island": group.rank})
+        return door
+    raise RuntimeError(f"the keeper of the shared parameters, beside rank 0, cannot be reached: {'; '.join(failures)}.")
+
+
+def _answer(door: socket.socket, like: Sequence[np.ndarray]) -> tuple[int, Leaves]:
+    """Waits for the newest shared parameters."""
+    while "version" not in (line := hear(door)):
+        if "fails" in line:
+            raise RuntimeError(f"the keeper of the shared parameters failed:\n{line['fails']}")
+    return line["version"], hear_arrays(door, like)
+
+
+@contextmanager
+def _words(group: Group) -> Iterator[None]:
+    """Says in words what an error of the connection means."""
+    try:
+        yield
+    except TimeoutError:
+        limit = group.journal.stall_s
+        raise RuntimeError(
+            f"rank {group.rank} has heard nothing for {limit:g} s of the keeper of the shared parameters, a process "
+            "beside rank 0: its host, or the network."
+        ) from None
+    except OSError as error:
+        raise RuntimeError(
+            f"the keeper of the shared parameters, a process beside rank 0, has ended ({error}): start again from a "
+            "checkpoint."
+        ) from None

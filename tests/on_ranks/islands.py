@@ -1,0 +1,134 @@
+"""Islands that do not wait for each other."""
+
+import io
+import os
+import signal
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.checkpoints import shared_folder
+from on_ranks.claims import claim, error_of, same_on_all_ranks
+from problems import RATE, square
+from trees import same_bits
+
+import fddp
+from fddp.local_training.merge_log import Merged, read_log
+
+
+def batches_of(rank: int, count: int) -> np.ndarray:
+    return np.sin(np.arange(4 * count, dtype=np.float32) + 100 * rank).reshape(count, 4)
+
+
+def mine(copies: Any) -> np.ndarray:
+    """This island's own array."""
+    return np.asarray(copies.parts.addressable_shards[0].data).reshape(copies.shape)
+
+
+@claim()
+def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(group: fddp.Group):
+    batches = [batches_of(rank, 5 + 2 * rank) for rank in range(group.size)]  # as many steps as each likes
+    cases: Any = ((1, 0.0, "fused"), (max(group.size - 1, 1), 0.25, "staged"))
+    for quorum, mix, schedule in cases:
+        with shared_folder(group) as folder:
+            optimizer = fddp.local_steps(
+                optax.sgd(RATE, momentum=0.5),
+                outer=optax.sgd(0.7, momentum=0.9),
+                every=2,
+                quorum=quorum,
+                mix=mix,
+                discount=lambda age: 0.9**age,
+                log=folder / "merges.jsonl",
+            )
+            step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
+            state, sent = step.init(jnp.zeros(())), []
+            for x in batches[group.rank]:
+                state, info = step(state, x)
+                sent.append(int(info.sent.sum()))
+            assert sent[:4] == [0, 4, 0, 4]
+            state = fddp.meet(step, state)
+            assert same_on_all_ranks(group, mine(state.opt_state.shared))
+            given: Any = (square, optimizer, jnp.zeros(()), batches)
+            again = fddp.replay_islands(folder / "merges.jsonl", *given, schedule=schedule)
+            same_bits(mine(state.opt_state.shared), again.params)
+            same_bits(mine(state.params), mine(again.states[group.rank].params))
+
+
+@claim()
+def an_island_that_is_stopped_stops_no_other_be_it_rank_0(group: fddp.Group):
+    for stopped in (0, 1):
+        with shared_folder(group) as folder:
+            train_while_one_is_stopped(group, stopped, folder)
+            *merges, _ = read_log(folder / "merges.jsonl")
+            came = [island for line in merges if isinstance(line, Merged) for island in line.islands]
+            assert [came.count(rank) for rank in range(group.size)] == [
+                1 if rank == stopped else 21 for rank in range(group.size)
+            ]
+
+
+def train_while_one_is_stopped(group: fddp.Group, stopped: int, folder: Path) -> None:
+    """After its first step a rank is stopped until all others have made twenty more."""
+    pids = group.all_gather_object(os.getpid())
+    others = [rank for rank in range(group.size) if rank != stopped]
+    optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, log=folder / "merges.jsonl")
+    step = fddp.train_step(square, optimizer, group=group)
+    state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
+    if group.rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        wait(lambda: Path(f"/proc/{pids[stopped]}/stat").read_text().rpartition(") ")[2].startswith("T"))
+        for x in batches_of(group.rank, 20):
+            state, _ = step(state, x)
+        (folder / f"{group.rank}").touch()
+    if group.rank == others[0]:
+        wait(lambda: all((folder / f"{rank}").exists() for rank in others))
+        os.kill(pids[stopped], signal.SIGCONT)
+    fddp.meet(step, state)
+
+
+@claim()
+def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
+    step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
+    state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
+    group.barrier()
+    if group.is_main:
+        os.kill(keepers()[-1], signal.SIGKILL)
+    group.barrier()
+    words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), RuntimeError)
+    assert "the keeper of the shared parameters, a process beside rank 0, has ended" in words
+
+
+@claim()
+def islands_go_on_from_a_checkpoint_with_the_newest_parameters(group: fddp.Group):
+    def made() -> fddp.TrainStep:
+        return fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
+
+    with shared_folder(group) as folder:
+        step = made()
+        state = step.init(jnp.zeros(()))
+        for x in batches_of(group.rank, 3):
+            state, _ = step(state, x)
+        met = fddp.meet(step, state)
+        with fddp.Checkpoints(folder, step) as checkpoints:
+            checkpoints.save(met, now=True)
+        step = made()
+        with redirect_stderr(io.StringIO()), fddp.Checkpoints(folder, step) as checkpoints:
+            state, _ = checkpoints.restore(step.init(jnp.zeros(())))
+        same_bits(mine(state.params), mine(met.params))
+        state, _ = step(state, batches_of(group.rank, 1)[0])
+        assert mine(fddp.meet(step, state).opt_state.version) > mine(met.opt_state.version)
+
+
+def wait(done: Any) -> None:
+    while not done():
+        time.sleep(0.01)
+
+
+def keepers() -> list[int]:
+    """The keepers that this process has started, in that order."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in children if b"fddp.local_training.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
