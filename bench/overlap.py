@@ -20,7 +20,7 @@ import json
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,24 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
         if torch:
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
         with ending(jobs):
-            return _rounds([door.accept()[0] for _ in range(6 if torch else 4)], rounds)
+            lines = [door.accept()[0] for _ in range(6 if torch else 4)]
+            return evaluate(*in_turns(lines, rounds, steps=STEPS, warm_up=lambda way: 6 * STEPS))
 
 
-def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
+def in_turns(
+    lines: Sequence[socket.socket], rounds: int, *, steps: int, warm_up: Callable[[str], int]
+) -> tuple[dict[str, np.ndarray], dict[str, list[tuple[Timeline, ...]]]]:
+    """Lets the ways of several jobs take turns.
+
+    Args:
+      lines: one to each rank of each job; closed in the end, and the ranks end with them.
+      rounds: turns of each way that count.
+      steps: of a turn; the first one does not count.
+      warm_up: (way) → its steps before those, which compile and in which eager tries its orders.
+
+    Returns:
+      For each way the seconds of each step on its slowest rank, and each step's timelines on all ranks.
+    """
     talks = [line.makefile("rw") for line in lines]
     ranks: dict[str, list[Any]] = {}
     ways: dict[str, list[str]] = {}
@@ -86,18 +100,20 @@ def _rounds(lines: Sequence[socket.socket], rounds: int) -> dict[str, Any]:
         ranks.setdefault(hello["job"], []).append(talk)
         ways[hello["job"]] = hello["ways"]
     seconds: dict[str, list[float]] = {way: [] for names in ways.values() for way in names}
-    spans: dict[str, list[tuple[Timeline, ...]]] = {way: [] for way in seconds}  # of each step, those of all ranks
-    for turn in range(-6, rounds):
+    spans: dict[str, list[tuple[Timeline, ...]]] = {way: [] for way in seconds}
+    for turn in range(-1, rounds):
         for job, names in ways.items():
             for way in names:
                 for talk in ranks[job]:
-                    talk.write(json.dumps([way, STEPS]) + "\n")
+                    talk.write(json.dumps([way, steps if turn >= 0 else warm_up(way)]) + "\n")
                     talk.flush()
                 told = [json.loads(talk.readline()) for talk in ranks[job]]
-                if turn >= 0:  # the first rounds compile and warm up, and eager tries its orders
-                    seconds[way] += [max(pair) for pair in zip(*(one["seconds"][1:] for one in told))]
+                if turn >= 0:
+                    seconds[way] += [max(all_of) for all_of in zip(*(one["seconds"][1:] for one in told))]
                     spans[way] += zip(*([_timeline(line) for line in one["timelines"][1:]] for one in told))
-    return evaluate({way: np.array(values) for way, values in seconds.items()}, spans)
+    for end in (*talks, *lines):
+        end.close()
+    return {way: np.array(values) for way, values in seconds.items()}, spans
 
 
 def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timeline, ...]]]) -> dict[str, Any]:

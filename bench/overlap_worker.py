@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,22 @@ def main(backend: str, control: str, name: str, cap_mb: float) -> None:
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
     ways = (mpi_ways if backend == "mpi" else gloo_ways)(task, group, cap_mb)
+    obey(control, backend, group, ways)
+
+
+def obey(control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Step, Any, Step]]) -> None:
+    """Runs steps of a way when it is told to, and says how long each took.
+
+    Args:
+      control: the socket of the one who tells.
+      job: the name of these ranks.
+      group: the replicas.
+      ways: by name; a step, its timeline or None, and what waits for all that it has left under way.
+    """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
         said = line.makefile("rw")
-        _say(said, {"job": backend, "rank": group.rank, "ways": list(ways)})
+        _say(said, {"job": job, "rank": group.rank, "ways": list(ways)})
         for order in said:
             way, steps = json.loads(order)
             step, timeline, rest = ways[way]
@@ -61,11 +73,11 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
     import mpi4jax
 
     return {
-        "fddp staged (MPI)": _fddp(task, group, "staged", cap_mb),
-        "fddp after (MPI)": _fddp(task, group, "after", cap_mb),
-        "fddp eager (MPI)": _fddp(task, group, "eager", cap_mb),
-        "fddp eager, shards (MPI)": _fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (MPI)": _fddp(task, alone, "staged", cap_mb),
+        "fddp staged (MPI)": with_fddp(task, group, "staged", cap_mb),
+        "fddp after (MPI)": with_fddp(task, group, "after", cap_mb),
+        "fddp eager (MPI)": with_fddp(task, group, "eager", cap_mb),
+        "fddp eager, shards (MPI)": with_fddp(task, group, "eager", cap_mb, shard="state"),
+        "alone, staged (MPI)": with_fddp(task, alone, "staged", cap_mb),
         "mpi4jax per leaf": _by_hand(
             task, group.size, lambda f: jax.jit(f, donate_argnums=0), partial(mpi4jax.allreduce, op=MPI.SUM)
         ),
@@ -78,12 +90,12 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
     alone = fddp.mesh_group(Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,)))
     spread = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False)
     return {
-        "fddp staged (Gloo)": _fddp(task, group, "staged", cap_mb),
-        "fddp after (Gloo)": _fddp(task, group, "after", cap_mb),
-        "fddp eager (Gloo)": _fddp(task, group, "eager", cap_mb),
-        "fddp eager, shards (Gloo)": _fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (Gloo)": _fddp(task, alone, "staged", cap_mb),
-        "alone, one program": _fddp(task, alone, "fused", cap_mb),
+        "fddp staged (Gloo)": with_fddp(task, group, "staged", cap_mb),
+        "fddp after (Gloo)": with_fddp(task, group, "after", cap_mb),
+        "fddp eager (Gloo)": with_fddp(task, group, "eager", cap_mb),
+        "fddp eager, shards (Gloo)": with_fddp(task, group, "eager", cap_mb, shard="state"),
+        "alone, staged (Gloo)": with_fddp(task, alone, "staged", cap_mb),
+        "alone, one program": with_fddp(task, alone, "fused", cap_mb),
         "shard_map, psum per leaf": _by_hand(
             task, group.size, lambda f: jax.jit(spread(f), donate_argnums=0), lambda g: jax.lax.psum(g, "batch"), mesh
         ),
@@ -99,7 +111,8 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
     }
 
 
-def _fddp(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any) -> tuple[Step, Any, Step]:
+def with_fddp(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any) -> tuple[Step, Any, Step]:
+    """A step of fddp that waits for its loss, its timeline, and what waits for all that it has left under way."""
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,

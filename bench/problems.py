@@ -1,5 +1,8 @@
-"""What is trained when traffic is measured: three networks whose gradients take about as long to send as to compute."""
+"""What is trained when traffic is measured: networks whose gradients take about as long to send as to compute."""
 
+import time
+from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +15,12 @@ from models import gpt, mlp, resnet
 GPT_36MIB = gpt.GPT(vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=128)
 # As many in twice as many layers.
 GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidden=704, context=128)
+
+# The network that waits.
+LAYERS = 8
+ELEMENTS = 131072  # of a layer's parameters: 512 KiB
+FORWARD_S = 0.02
+BACKWARD_S = 0.04
 
 
 class Problem(NamedTuple):
@@ -27,14 +36,15 @@ def problem(name: str, seed: int) -> Problem:
     """Makes a problem by name, with a rank's own rows.
 
     Args:
-      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt", "gpt12" (of 12 layers) or "words".
+      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt", "gpt12" (of 12 layers), "words" or
+        "waiting".
       seed: of the rows.
 
     Returns:
       The problem.
     """
-    if name == "words":
-        return words(seed)
+    if name in ("words", "waiting"):
+        return words(seed) if name == "words" else waiting(seed)
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
         "mlp640": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 640, seed)),
@@ -63,3 +73,50 @@ def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 
     return Problem(
         loss_fn, params, None, jax.tree.map(lambda x: x.astype(np.float32 if x.ndim > 1 else np.int32), batch)
     )
+
+
+def waiting(seed: int, forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S) -> Problem:
+    """A network whose computing is a wait: as long as a computation would take, and hardly any work for the core.
+
+    Its layers add the mean of their parameters to each row.
+
+    Args:
+      seed: of the rows.
+      forward_s: seconds that a layer waits in the forward pass.
+      backward_s: seconds that it waits in the backward pass, before its gradient is there.
+
+    Returns:
+      The problem.
+    """
+    layer = _layer(forward_s, backward_s)
+
+    def loss_fn(params: Any, rows: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        for k in range(LAYERS):
+            rows = layer(rows, params[f"layer {k}"])
+        return jnp.mean((rows - 1.0) ** 2), {}
+
+    params = {f"layer {k}": jnp.zeros(ELEMENTS) for k in range(LAYERS)}
+    return Problem(loss_fn, params, None, jax.random.normal(jax.random.key(seed), (4,)))
+
+
+def _layer(forward_s: float, backward_s: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def forward(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+        return _after(forward_s, rows + jnp.mean(weights)), weights.shape
+
+    def backward(shape: tuple[int, ...], back: jax.Array) -> tuple[jax.Array, jax.Array]:
+        back = _after(backward_s, back)
+        return back, jnp.full(shape, jnp.sum(back) / prod(shape))
+
+    layer = jax.custom_vjp(lambda rows, weights: forward(rows, weights)[0])
+    layer.defvjp(forward, backward)
+    return layer
+
+
+def _after(seconds: float, x: jax.Array) -> jax.Array:
+    """The same values, so much later."""
+
+    def wait(x: Any) -> np.ndarray:
+        time.sleep(seconds)
+        return np.asarray(x)
+
+    return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 CAPS_MB = (4, 8, 25)
+CAPS_MB_WAITING = (0.5, 1)
+FORWARD_S = 0.02
+BACKWARD_S = 0.04
 
 
 def main(control: str, name: str) -> None:
@@ -24,7 +27,8 @@ def main(control: str, name: str) -> None:
     rank, size = int(os.environ["FDDP_RANK"]), int(os.environ["FDDP_SIZE"])
     host, port = os.environ["FDDP_COORDINATOR"].split(":")
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size)
-    ways = {f"PyTorch DDP, {cap} MiB": _step(name, rank, cap) for cap in CAPS_MB}
+    caps_mb = CAPS_MB_WAITING if name == "waiting" else CAPS_MB
+    ways = {f"PyTorch DDP, {cap} MiB": _step(name, rank, cap) for cap in caps_mb}
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -48,7 +52,8 @@ def _say(said: Any, words: Any) -> None:
 
 def _step(name: str, rank: int, cap_mb: float | None) -> Any:
     torch.manual_seed(0)
-    model, batch = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt}[name](rank)
+    models = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt, "waiting": _waiting}
+    model, batch = models[name](rank)
     module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
@@ -156,6 +161,36 @@ def _gpt(rank: int) -> Any:
     tokens = torch.randint(256, (5, 97), generator=_rows(rank))
     loss = lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten())  # noqa: E731
     return _WithLoss(_Gpt(), loss), (tokens[:, :-1], tokens[:, 1:])
+
+
+class _Wait(torch.autograd.Function):
+    """Adds the mean of parameters, and waits: bench/waiting.py's layer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, forward_s: float, backward_s: float) -> Any:
+        ctx.shape, ctx.seconds = weights.shape, backward_s
+        time.sleep(forward_s)
+        return rows + weights.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *back: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return back[0], torch.full(ctx.shape, float(back[0].sum()) / ctx.shape.numel()), None, None
+
+
+class _Waiting(nn.Module):
+    def __init__(self, layers: int = 8, elements: int = 131072) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(elements) for _ in range(layers))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for weights in self.layers:
+            rows = _Wait.apply(rows, weights, FORWARD_S, BACKWARD_S)
+        return rows
+
+
+def _waiting(rank: int) -> Any:
+    return _WithLoss(_Waiting(), F.mse_loss), (torch.randn(4, generator=_rows(rank)), torch.ones(4))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import MPIEXEC, ending
 
+
+class Hosts(NamedTuple):
+    """Emulated hosts of one network of 256 addresses."""
+
+    names: tuple[str, ...]
+    """Of the namespaces."""
+    addresses: tuple[str, ...]
+
+    @property
+    def meeting(self) -> str:
+        """Where ranks that talk over Gloo find each other."""
+        return f"{self.addresses[0]}:47011"
+
+
 NAMES = ("fddp-a", "fddp-b")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-NETWORK = "10.77.0.0/24"
-MEETING = f"{ADDRESSES[0]}:47011"
+TWO = Hosts(NAMES, ("10.77.0.1", "10.77.0.2"))
+BURST = "256kb"  # passes at once when the wire was idle
 BACKENDS = ("gloo", "mpi")
 
 
@@ -55,17 +68,73 @@ def two_hosts(rate: str) -> Iterator[None]:
     Raises:
       RuntimeError: not root, or no iproute2.
     """
+    with namespaces(TWO.names):
+        first, second = TWO.names
+        ip("link", "add", "wire", "netns", first, "type", "veth", "peer", "name", "wire", "netns", second)
+        connect(TWO, rate)
+        yield
+
+
+@contextmanager
+def namespaces(names: Sequence[str]) -> Iterator[None]:
+    """Makes network namespaces, and removes them whatever happens.
+
+    Args:
+      names: of them; any of the same names are removed first.
+
+    Raises:
+      RuntimeError: not root, or no iproute2.
+    """
     if os.geteuid() != 0:
-        raise RuntimeError("two hosts need network namespaces, and these need root; run as root.")
+        raise RuntimeError("emulated hosts need network namespaces, and these need root; run as root.")
     missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if missing:
-        raise RuntimeError(f"two hosts need {', '.join(missing)}: install iproute2 (and util-linux).")
-    _take_down()
+        raise RuntimeError(f"emulated hosts need {', '.join(missing)}: install iproute2 (and util-linux).")
+    _remove(names)
     try:
-        _set_up(rate)
+        for name in names:
+            ip("netns", "add", name)
         yield
     finally:
-        _take_down()
+        _remove(names)
+
+
+def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
+    """Brings up each host's end of its wire, an interface of the name "wire", and waits until all are up.
+
+    Args:
+      hosts: the hosts, with their wires.
+      rate: of what a host sends, as tc writes it.
+      burst: the bytes that pass at once when the wire was idle, as tc writes them.
+    """
+    for name, address in zip(hosts.names, hosts.addresses):
+        # A host that asks for its own name must find its end of the wire.
+        file = Path("/etc/netns") / name / "hosts"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        # No IPv6: for a second or two its addresses cannot be bound yet, and MPI may pick one.
+        ip("-n", name, "link", "set", "wire", "addrgenmode", "none")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+        ip("-n", name, "link", "set", "wire", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        # What most hosts use, whatever this machine prefers: BBR paces by timers, and these take a part of the core.
+        network = f"{address.rpartition('.')[0]}.0/24"
+        ip("-n", name, "route", "change", network, "dev", "wire", "src", address, "congctl", "cubic")
+        shape(name, "wire", rate, burst)
+    for name in hosts.names:
+        while b"state UP" not in subprocess.check_output(["ip", "-n", name, "link", "show", "wire"]):
+            time.sleep(0.05)
+
+
+def shape(name: str, device: str, rate: str, burst: str) -> None:
+    """Limits the rate of what a device sends."""
+    words = ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms"]
+    subprocess.run(["ip", "netns", "exec", name, *words], check=True)
+
+
+def ip(*words: str) -> None:
+    """Runs iproute2's `ip`."""
+    subprocess.run(["ip", *words], check=True)
 
 
 def ask(backend: str, rate: str, script: str, *words: object, each: int = 1) -> Any:
@@ -94,33 +163,43 @@ def ask(backend: str, rate: str, script: str, *words: object, each: int = 1) -> 
         return json.loads(path.read_text())
 
 
-def start_gloo(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
+def start_gloo(
+    command: Sequence[str], env: Mapping[str, str], each: int = 1, hosts: Hosts = TWO, **pipes: Any
+) -> list[subprocess.Popen]:
     """Starts a command on each host, as so many ranks of each by FDDP_* variables."""
-    world = {**os.environ, "FDDP_SIZE": str(2 * each), "FDDP_COORDINATOR": MEETING, "NPROC": "2", **env}
+    size = len(hosts.names) * each
+    world = {**os.environ, "FDDP_SIZE": str(size), "FDDP_COORDINATOR": hosts.meeting, "NPROC": "2", **env}
     return [
-        subprocess.Popen([*_enter(rank // each), *command], env=world | {"FDDP_RANK": str(rank)}, **pipes)
-        for rank in range(2 * each)
+        subprocess.Popen([*_enter(hosts, rank // each), *command], env=world | {"FDDP_RANK": str(rank)}, **pipes)
+        for rank in range(size)
     ]
 
 
-def start_mpi(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
+def start_mpi(
+    command: Sequence[str], env: Mapping[str, str], each: int = 1, hosts: Hosts = TWO, **pipes: Any
+) -> list[subprocess.Popen]:
     """Starts a command on each host, as so many ranks of MPI, over TCP between hosts."""
-    words = [MPIEXEC, "-hosts", ",".join(ADDRESSES), "-ppn", str(each), "-n", str(2 * each), *command]
-    return [_from_the_first(words, env, **pipes)]
+    size = str(len(hosts.names) * each)
+    words = [MPIEXEC, "-hosts", ",".join(hosts.addresses), "-ppn", str(each), "-n", size, *command]
+    return [_from_the_first(hosts, words, env, **pipes)]
 
 
 def start_run(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
-    """Starts a command on each host by `python -m fddp run`; ranks that ask for Gloo know where to meet."""
-    words = [sys.executable, "-m", "fddp", "run", "-n", str(2 * each), "--hosts", ",".join(ADDRESSES), "--", *command]
-    return [_from_the_first(words, {"FDDP_COORDINATOR": MEETING, **env}, **pipes)]
+    """Starts a command on both hosts by `python -m fddp run`; ranks that ask for Gloo know where to meet."""
+    listed = ",".join(TWO.addresses)
+    words = [sys.executable, "-m", "fddp", "run", "-n", str(2 * each), "--hosts", listed, "--", *command]
+    return [_from_the_first(TWO, words, {"FDDP_COORDINATOR": TWO.meeting, **env}, **pipes)]
 
 
-def _from_the_first(words: Sequence[str], env: Mapping[str, str], **pipes: Any) -> subprocess.Popen:
-    """Starts on the first host what starts an mpiexec there: the second reaches it over the wire."""
+def _from_the_first(hosts: Hosts, words: Sequence[str], env: Mapping[str, str], **pipes: Any) -> subprocess.Popen:
+    """Starts on the first host what starts an mpiexec there: it reaches the others over the wire."""
     folder = tempfile.mkdtemp(prefix="fddp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     launcher = Path(folder) / "enter"
-    cases = "\n".join(f'{address}) exec {" ".join(_enter(k))} sh -c "$*" ;;' for k, address in enumerate(ADDRESSES))
+    entered = [
+        f'{address}) exec {" ".join(_enter(hosts, k))} sh -c "$*" ;;' for k, address in enumerate(hosts.addresses)
+    ]
+    cases = "\n".join(entered)
     # Called as ssh is: options, host, command.
     launcher.write_text(
         f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
@@ -128,47 +207,22 @@ def _from_the_first(words: Sequence[str], env: Mapping[str, str], **pipes: Any) 
     launcher.chmod(0o755)
     enters = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(launcher)}
     over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
-    inside = ["ip", "netns", "exec", NAMES[0], *words]
+    inside = ["ip", "netns", "exec", hosts.names[0], *words]
     return subprocess.Popen(inside, env={**os.environ, **enters, **over_tcp, **env}, **pipes)
 
 
-def _enter(host: int) -> list[str]:
-    return ["ip", "netns", "exec", NAMES[host], "taskset", "-c", str(host)]
+def _enter(hosts: Hosts, host: int) -> list[str]:
+    """The words that run a command on a host, and on one core."""
+    return ["ip", "netns", "exec", hosts.names[host], "taskset", "-c", str(host % (os.cpu_count() or 1))]
 
 
-def _set_up(rate: str) -> None:
-    for name, address in zip(NAMES, ADDRESSES):
-        _ip("netns", "add", name)
-        # A host that asks for its own name must find its end of the wire.
-        hosts = Path("/etc/netns") / name / "hosts"
-        hosts.parent.mkdir(parents=True, exist_ok=True)
-        hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-    _ip("link", "add", "wire", "netns", NAMES[0], "type", "veth", "peer", "name", "wire", "netns", NAMES[1])
-    for name, address in zip(NAMES, ADDRESSES):
-        # No IPv6: for a second or two its addresses cannot be bound yet, and MPI may pick one.
-        _ip("-n", name, "link", "set", "wire", "addrgenmode", "none")
-        _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
-        _ip("-n", name, "link", "set", "wire", "up")
-        _ip("-n", name, "link", "set", "lo", "up")
-        # What most hosts use, whatever this machine prefers: BBR paces by timers, and these take a part of the core.
-        _ip("-n", name, "route", "change", NETWORK, "dev", "wire", "src", address, "congctl", "cubic")
-        shape = ["tc", "qdisc", "add", "dev", "wire", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-        subprocess.run(["ip", "netns", "exec", name, *shape], check=True)
-    for name in NAMES:
-        while b"state UP" not in subprocess.check_output(["ip", "-n", name, "link", "show", "wire"]):
-            time.sleep(0.05)
-
-
-def _take_down() -> None:
+def _remove(names: Sequence[str]) -> None:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    for name in NAMES:
-        if name in listed:
-            _ip("netns", "del", name)
+    there = {line.split()[0] for line in listed.splitlines() if line}
+    for name in names:
+        if name in there:
+            ip("netns", "del", name)
         shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from bench import beside
+from bench import beside, hosts
+from bench.jobs import start
+from bench.problems import BACKWARD_S, ELEMENTS, FORWARD_S, LAYERS, waiting
 
 BENCH = Path(__file__).parents[1] / "bench"
 ASKING = sorted(path.stem for path in BENCH.glob("*.py") if "argparse" in path.read_text())
@@ -31,3 +36,23 @@ def test_the_table_of_plain_jax_is_what_was_saved():
 def test_the_list_of_questions_is_complete():
     listed = (BENCH / "README.md").read_text()
     assert [name for name in QUESTIONS if f"bench/{name}.py" not in listed] == []
+
+
+def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means():
+    task = waiting(seed=1, forward_s=0.0, backward_s=0.0)
+    (loss, _), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(task.params, task.batch)
+    off = np.asarray(task.batch, np.float64) - 1.0  # all parameters are zero
+    np.testing.assert_allclose(loss, np.mean(off**2), rtol=1e-6)
+    by_hand = np.full(ELEMENTS, 2 * np.mean(off) / ELEMENTS)
+    for one in grads.values():
+        np.testing.assert_allclose(one, by_hand, rtol=1e-5)
+
+
+@pytest.mark.ranks
+def test_hosts_are_measured_on_loopback_as_on_a_switch_and_no_step_is_shorter_than_its_waits():
+    found = hosts.measure({"gloo": partial(start, "gloo", 2)}, 2, 1, rounds=1, warm_up=lambda way: 1)
+    least = 1e3 * LAYERS * (FORWARD_S + BACKWARD_S)
+    assert {way: low >= least for way, (low, _, _) in found["step_ms"].items()} == dict.fromkeys(
+        ("fddp staged (Gloo)", "fddp eager (Gloo)", "fddp after (Gloo)", "alone (Gloo)"), True
+    )
+    assert found["alone_ms"] >= least and found["bound_ms"] >= found["traffic_ms"]

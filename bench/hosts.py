@@ -1,0 +1,192 @@
+"""How does a step grow with the number of hosts? 2, 4, 8 and 16 of them, whose computing is a wait; PyTorch DDP beside.
+
+    sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--torch PYTHON] [--quick]
+
+Network namespaces on a switch, 100 Mbit/s in each direction between a host and the switch. A layer of the network
+sleeps as long as it would compute (`waiting` in bench/problems.py), so that two cores carry sixteen hosts; launchers,
+messages, their sums and updates are real. All ways are alive at once and take turns, four steps each. With `--each 2`
+there are two ranks on a host, and sums over each host first take turns with sums at once. What was measured before of
+other numbers of hosts, or over other backends, stays in the file.
+
+  bound       what no schedule can beat: the larger of a step without traffic and of the bytes over the rate
+  efficiency  a step without traffic over a step: weak scaling
+  busy        the share of this machine's cores that worked while the ways took turns
+"""
+
+import argparse
+import json
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.jobs import ending
+from bench.overlap import in_turns
+from bench.problems import ELEMENTS, LAYERS
+from bench.record import RESULTS, save
+from bench.two_hosts import Hosts, connect, ip, namespaces, shape, start_gloo, start_mpi
+from fddp.schedules import TRIED
+
+STEPS = 4  # in a turn
+SWITCH = "fddp-switch"
+BURST = "32kb"  # 3 ms of the rate; more would let a part of each message pass at once
+MBIT = 100
+FRAME = 1448 / 1514  # of an Ethernet frame's bytes are a message's
+
+# (command, variables) → the processes of a job
+Start = Callable[[Sequence[str], Mapping[str, str]], list[Popen]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8, 16])
+    parser.add_argument("--each", type=int, default=1, help="ranks on a host")
+    parser.add_argument("--backends", nargs="+", default=["gloo"], choices=["gloo", "mpi"])
+    parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="1 round, nothing is saved")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is asked to end takes the hosts down first
+    rounds = 1 if args.quick else args.rounds
+    results: dict[str, Any] = {}
+    for count in args.hosts:
+        with switched(count) as hosts:
+            result = measure(starts(hosts, args.each, args.backends, args.torch), count, args.each, rounds)
+        title = f"{count} hosts, {args.each} on each, {' and '.join(args.backends)}"
+        results[title] = result
+        print(f"\n{title}\n{table(result)}", flush=True)
+    if not args.quick:
+        print(save("hosts", saved() | results))
+
+
+@contextmanager
+def switched(count: int) -> Iterator[Hosts]:
+    """Sets up hosts on a switch, and takes them down whatever happens.
+
+    Args:
+      count: of the hosts.
+
+    Yields:
+      The hosts.
+    """
+    hosts = Hosts(tuple(f"fddp-{k}" for k in range(count)), tuple(f"10.77.1.{k + 1}" for k in range(count)))
+    with namespaces((SWITCH, *hosts.names)):
+        ip("-n", SWITCH, "link", "add", "switch", "type", "bridge")
+        ip("-n", SWITCH, "link", "set", "switch", "up")
+        for k, name in enumerate(hosts.names):
+            port = f"port{k}"
+            ip("link", "add", port, "netns", SWITCH, "type", "veth", "peer", "name", "wire", "netns", name)
+            ip("-n", SWITCH, "link", "set", port, "master", "switch", "up")
+            shape(SWITCH, port, f"{MBIT}mbit", BURST)
+        connect(hosts, f"{MBIT}mbit", BURST)
+        yield hosts
+
+
+def starts(hosts: Hosts, each: int, backends: Sequence[str], torch: str | None) -> dict[str, Start]:
+    """What starts each job on emulated hosts, by the command of its ranks."""
+    found: dict[str, Start] = {}
+    for backend in backends:
+        found[backend] = partial(start_mpi if backend == "mpi" else start_gloo, each=each, hosts=hosts)
+    if torch:
+        found[torch] = partial(start_gloo, each=each, hosts=hosts)
+    return found
+
+
+def first_steps(way: str) -> int:
+    """The steps of a way that do not count: they compile, and eager tries its orders."""
+    return TRIED if "eager" in way else 2
+
+
+def measure(
+    jobs: Mapping[str, Start], count: int, each: int, rounds: int, warm_up: Callable[[str], int] = first_steps
+) -> dict[str, Any]:
+    """Starts all jobs, lets their ways take turns, and evaluates.
+
+    Args:
+      jobs: what starts each; by the backend of fddp, or by the python of an environment with PyTorch.
+      count: of the hosts.
+      each: ranks on a host.
+      rounds: turns of each way that count.
+      warm_up: (way) → its steps before those.
+
+    Returns:
+      Quartiles of each way's step, the bound, and what the emulation took of the cores.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
+        control = str(Path(folder) / "control")
+        door.bind(control)
+        door.listen(128)
+        door.settimeout(300)
+        processes: list[Popen] = []
+        worker = str(ROOT / "bench" / "hosts_worker.py")
+        with ending(processes):
+            for job, start in jobs.items():
+                fddp = [sys.executable, worker, job, control, str(each)]
+                torch = [job, str(ROOT / "bench" / "torch_worker.py"), control, "waiting"]
+                processes += start(fddp if job in ("gloo", "mpi") else torch, {"PYTHONPATH": str(ROOT)})
+            lines = [door.accept()[0] for _ in range(len(jobs) * count * each)]
+            before = _busy_and_idle()
+            seconds, _ = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
+            busy, idle = np.subtract(_busy_and_idle(), before)
+    return evaluate(seconds, count, busy / (busy + idle))
+
+
+def evaluate(seconds: Mapping[str, np.ndarray], count: int, busy: float) -> dict[str, Any]:
+    """Quartiles, and the bound.
+
+    Args:
+      seconds: of each step, by way.
+      count: of the hosts.
+      busy: the share of the cores that worked.
+
+    Returns:
+      What is saved.
+    """
+    nbytes = 4 * ELEMENTS * LAYERS * 2 * (count - 1) / count
+    traffic_s = nbytes / (MBIT * 1e6 / 8 * FRAME)
+    alone = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
+    result: dict[str, Any] = {
+        "step_ms": {
+            way: [round(1e3 * q, 1) for q in np.percentile(took, (25, 50, 75))] for way, took in seconds.items()
+        },
+        "traffic_ms": round(1e3 * traffic_s, 1),
+        "busy": round(float(busy), 3),
+    }
+    if alone:
+        result |= {"alone_ms": round(1e3 * min(alone), 1), "bound_ms": round(1e3 * max(min(alone), traffic_s), 1)}
+    return result
+
+
+def table(result: Mapping[str, Any]) -> str:
+    alone, bound = result.get("alone_ms", np.nan), result.get("bound_ms", np.nan)
+    rows = [
+        f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms {middle / bound:6.2f} × bound {alone / middle:6.0%} of it"
+        for way, (low, middle, high) in result["step_ms"].items()
+    ]
+    return "\n".join([*rows, f"traffic {result['traffic_ms']} ms, cores busy {result['busy']:.0%}"])
+
+
+def saved() -> dict[str, Any]:
+    """What was measured before."""
+    path = RESULTS / "hosts.json"
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
+def _busy_and_idle() -> tuple[int, int]:
+    """Ticks of all cores since the machine started."""
+    user, nice, system, idle, waits, *more = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
+    return user + nice + system + sum(more), idle + waits
+
+
+if __name__ == "__main__":
+    main()
