@@ -170,7 +170,8 @@ def evaluate(seconds: Mapping[str, np.ndarray], count: int, busy: float) -> dict
 def table(result: Mapping[str, Any]) -> str:
     alone, bound = result.get("alone_ms", np.nan), result.get("bound_ms", np.nan)
     rows = [
-        f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms {middle / bound:6.2f} × bound {alone / middle:6.0%} of it"
+        f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms   {middle / bound:5.2f} × bound   "
+        f"efficiency {alone / middle:.0%}"
         for way, (low, middle, high) in result["step_ms"].items()
     ]
     return "\n".join([*rows, f"traffic {result['traffic_ms']} ms, cores busy {result['busy']:.0%}"])
