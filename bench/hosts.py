@@ -58,15 +58,13 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is asked to end takes the hosts down first
     rounds = 1 if args.quick else args.rounds
-    results: dict[str, Any] = {}
     for count in args.hosts:
         with switched(count) as hosts:
             result = measure(starts(hosts, args.each, args.backends, args.torch), count, args.each, rounds)
         title = f"{count} hosts, {args.each} on each, {' and '.join(args.backends)}"
-        results[title] = result
         print(f"\n{title}\n{table(result)}", flush=True)
-    if not args.quick:
-        print(save("hosts", saved() | results))
+        if not args.quick:
+            print(save("hosts", saved() | {title: result}))
 
 
 @contextmanager
