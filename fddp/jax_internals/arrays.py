@@ -1,9 +1,11 @@
 """Arrays, as JAX has them on the devices of a process."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+Arrays = TypeVar("Arrays")
 
 
 def parts_here(x: jax.Array) -> Sequence[Any]:
@@ -21,3 +23,20 @@ def given_away(x: jax.Array) -> bool:
     `is_deleted` asks the first part alone: what NumPy looks at stays when the parts on the other devices go.
     """
     return x.is_deleted() or any(part.is_deleted() for part in parts_here(x))
+
+
+def with_parts_listed(arrays: Arrays) -> Arrays:
+    """Lists the parts of arrays that have just been made, so that several threads may ask for them.
+
+    JAX lists an array's parts when somebody first asks. Of two threads that ask at the same time, one gets each part
+    twice.
+
+    Args:
+      arrays: a tree of arrays that no other thread has seen yet.
+
+    Returns:
+      The same tree.
+    """
+    for x in jax.tree.leaves(arrays):
+        parts_here(x)
+    return arrays

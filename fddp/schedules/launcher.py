@@ -19,7 +19,7 @@ import jax
 
 from fddp.comm import Group, Recovery
 from fddp.hooks import Memory
-from fddp.jax_internals import asked_for, given_away, with_configuration
+from fddp.jax_internals import asked_for, given_away, with_configuration, with_parts_listed
 from fddp.schedules.programs import Prepared
 from fddp.schedules.queues import HERE, Do, Queues, Routes, awaited, speaks
 from fddp.schedules.send import Sent, bytes_of
@@ -150,7 +150,7 @@ class Launcher:
         def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
             since = perf_counter()
             self._group.journal.say(task.name)
-            made = now.programs[task.name](*read)
+            made = with_parts_listed(now.programs[task.name](*read))  # other threads look at them, as this one does
             launched.append((task, made, since))
             wait_until(self._ahead)
             return made
