@@ -21,7 +21,7 @@ import jax
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.record import RESULTS, save
+from bench.record import RESULTS, save, with_table
 from fddp.analysis.auditing.beside import HIDING, JIT, SHARD_MAP, beside_jit
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.tuning.for_target import on_target
@@ -30,7 +30,6 @@ from fddp.schedules import Timeline
 
 PAGE = ROOT / "docs" / "performance.md"
 SAVED = RESULTS / "beside.json"
-BEGIN, END = "<!-- bench/beside.py: begin -->", "<!-- bench/beside.py: end -->"
 MODELS = ("mlp:1024:256", "scanned:360m:2", "bert:base:32", "gpt:360m:2", "resnet:50:32")
 TARGETS = ("h100:8", "h100:2x8", "a100:8", "a100:2x8", "a100:4x8")
 DEFAULT = "schedule='fused', bucket_cap_mb=25"
@@ -55,7 +54,7 @@ def main() -> None:
             fill(model, target, again=args.again, first=args.first)
     text = sections(saved())
     print(text)
-    PAGE.write_text(with_table(PAGE.read_text(), text))
+    PAGE.write_text(with_table(PAGE.read_text(), text, "bench/beside.py"))
 
 
 def fill(model: str, target: str, *, again: bool, first: bool) -> None:
@@ -137,11 +136,6 @@ def place(cell: tuple[str, Any]) -> tuple[int, int]:
         MODELS.index(model) if model in MODELS else len(MODELS),
         TARGETS.index(target) if target in TARGETS else len(TARGETS),
     )
-
-
-def with_table(page: str, text: str) -> str:
-    """A page with another table between the two marks."""
-    return re.sub(rf"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
 from bench.overlap import in_turns
 from bench.problems import ELEMENTS, LAYERS
-from bench.record import RESULTS, save
+from bench.record import RESULTS, save, with_table
 from bench.two_hosts import Hosts, connect, ip, namespaces, shape, start_gloo, start_mpi
 from fddp.schedules import TRIED
 
+PAGE = ROOT / "bench" / "README.md"
 STEPS = 4  # in a turn
 SWITCH = "fddp-switch"
 BURST = "32kb"  # 3 ms of the rate; more would let a part of each message pass at once
@@ -61,10 +62,11 @@ def main() -> None:
     for count in args.hosts:
         with switched(count) as hosts:
             result = measure(starts(hosts, args.each, args.backends, args.torch), count, args.each, rounds)
-        title = f"{count} hosts, {args.each} on each, {' and '.join(args.backends)}"
+        title = f"{count} of {args.each}, {' and '.join(args.backends)}"
         print(f"\n{title}\n{table(result)}", flush=True)
         if not args.quick:
             print(save("hosts", saved() | {title: result}))
+            PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved()), "bench/hosts.py"))
 
 
 @contextmanager
@@ -173,6 +175,27 @@ def table(result: Mapping[str, Any]) -> str:
         for way, (low, middle, high) in result["step_ms"].items()
     ]
     return "\n".join([*rows, f"traffic {result['traffic_ms']} ms, cores busy {result['busy']:.0%}"])
+
+
+def as_markdown(results: Mapping[str, Any]) -> str:
+    """What is saved, as a table: medians with quartiles, of PyTorch DDP those of its best cap."""
+    head = ["hosts of ranks", "way", "ms a step (quartiles)", "× bound", "efficiency", "cores busy"]
+    rows = [head, ["---"] * len(head)]
+    for title, result in sorted(results.items(), key=_place):
+        ways = result["step_ms"]
+        best = min((way for way in ways if "DDP" in way), key=lambda way: ways[way][1], default=None)
+        for way, (low, middle, high) in ways.items():
+            if way == best or "DDP" not in way:
+                share = [f"{middle / result['bound_ms']:.2f}", f"{result['alone_ms'] / middle:.2f}"]
+                rows.append([title, way, f"{middle:.0f} ({low:.0f}–{high:.0f})", *share, f"{result['busy']:.2f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _place(saved: tuple[str, Any]) -> tuple[str, int, int]:
+    """The place of a result in the table."""
+    hosts, backends = saved[0].split(", ")
+    count, each = map(int, hosts.split(" of "))
+    return backends, each, count
 
 
 def saved() -> dict[str, Any]:

@@ -17,10 +17,10 @@ GPT_36MIB = gpt.GPT(vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hi
 GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidden=704, context=128)
 
 # The network that waits.
-LAYERS = 8
-ELEMENTS = 131072  # of a layer's parameters: 512 KiB
-FORWARD_S = 0.02
-BACKWARD_S = 0.04
+LAYERS = 4
+ELEMENTS = 262144  # of a layer's parameters: 1 MiB
+FORWARD_S = 0.04
+BACKWARD_S = 0.08
 
 
 class Problem(NamedTuple):

@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -91,6 +92,21 @@ def save_picture(name: str, sheet: Any, *, dpi: int) -> Path:
     path = RESULTS / f"{name}.png"
     sheet.savefig(path, dpi=dpi)
     return path
+
+
+def with_table(page: str, text: str, by: str) -> str:
+    """A page with another table between the two marks of the file that makes it.
+
+    Args:
+      page: in Markdown.
+      text: the table.
+      by: the file, as the marks name it.
+
+    Returns:
+      The page.
+    """
+    begin, end = (f"<!-- {by}: {word} -->" for word in ("begin", "end"))
+    return re.sub(rf"{begin}.*?{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", page, flags=re.DOTALL)
 
 
 def provenance() -> dict[str, Any]:

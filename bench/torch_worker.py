@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 CAPS_MB = (4, 8, 25)
-CAPS_MB_WAITING = (0.5, 1)
-FORWARD_S = 0.02
-BACKWARD_S = 0.04
+CAPS_MB_WAITING = (1, 2)
+FORWARD_S = 0.04
+BACKWARD_S = 0.08
 
 
 def main(control: str, name: str) -> None:
@@ -179,7 +179,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Waiting(nn.Module):
-    def __init__(self, layers: int = 8, elements: int = 131072) -> None:
+    def __init__(self, layers: int = 4, elements: int = 262144) -> None:
         super().__init__()
         self.layers = nn.ParameterList(torch.zeros(elements) for _ in range(layers))
 
