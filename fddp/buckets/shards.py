@@ -45,6 +45,9 @@ class Shard:
     """The processes that hold the parts, by their number in the whole job; None: the arrays' own mesh names them."""
     depth: int = 1
     """Number of layers that are cut each by itself; 1: the array is cut as a whole."""
+    nodes: tuple[tuple[int, ...], ...] | None = None
+    """The replicas of each node, where the parts of every node make up the array; None: those of all replicas do, or
+    this is one rank's part."""
 
     def __repr__(self) -> str:
         kind = "Copies" if self.copies else "Shard"
@@ -54,7 +57,9 @@ class Shard:
         return f"{kind} of shape {list(self.shape)}{held}"
 
 
-jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks", "depth"])
+jax.tree_util.register_dataclass(
+    Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks", "depth", "nodes"]
+)
 
 
 def is_shard(x: Any) -> bool:

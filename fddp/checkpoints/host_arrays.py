@@ -28,7 +28,7 @@ from fddp.checkpoints.state_forms import (
     words,
 )
 from fddp.checkpoints.stored_arrays import Index, Portion, Read
-from fddp.comm import REPLICATED, Group
+from fddp.comm import REPLICATED, Group, Nodes
 from fddp.sharding import whole
 from fddp.step import TrainState
 
@@ -109,7 +109,7 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
 def _held(group: Group, name: str, x: Any) -> Portion:
     """An array, and the pieces of it that this process writes."""
     if is_shard(x):
-        return _held_columns(group, name, stacked(x, group.size))
+        return _held_columns(group, name, x)
     x = words(x)
     if is_row(group, name):
         return Portion(name, (group.size, *x.shape[1:]), x.shape, [(_own_row(group, x), x)])
@@ -120,11 +120,12 @@ def _held(group: Group, name: str, x: Any) -> Portion:
 
 
 def _held_columns(group: Group, name: str, x: Shard) -> Portion:
-    """The columns of a shard that this process holds, without padding."""
+    """The columns of a shard that this process writes, without padding: the first of the nodes that have all of it."""
     depth, columns, width = _columns(group, x)
+    first = _sharing(group, x)[0]
     pieces = list[tuple[Index, Any]]()
-    for number, part in _own_parts(group, x):
-        begin, end = _range(number, columns, width)
+    for replica, part in _own_parts(group, x):
+        begin, end = _range(first.index(replica), columns, width) if replica in first else (0, 0)
         if begin < end:
             mine = np.asarray(part).reshape(depth, width)[:, : end - begin]
             pieces.append(((slice(0, depth), slice(begin, end)), mine))
@@ -169,13 +170,14 @@ def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
 
 def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
     """Reads this process's columns of a shard, and fills them up with zeros."""
-    depth, columns, width = _columns(group, stacked(x, group.size))
+    depth, columns, width = _columns(group, x)
+    places = {replica: place for node in _sharing(group, x) for place, replica in enumerate(node)}
     count = group.placement.replicas_in_array
     dims = (x.parts.shape[0] // count, *x.parts.shape[1:])
 
     def part(place: Any) -> np.ndarray:
-        number = _replica(place, dims) if group.placement.on_mesh else group.rank
-        begin, end = _range(number, columns, width)
+        replica = _replica(place, dims) if group.placement.on_mesh else group.rank
+        begin, end = _range(places[replica], columns, width)
         mine = read(name, (depth, columns), (slice(0, depth), slice(begin, end)))
         return np.pad(mine, ((0, 0), (0, width - mine.shape[1]))).reshape(dims)
 
@@ -184,13 +186,18 @@ def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
 
 def _columns(group: Group, x: Shard) -> tuple[int, int, int]:
     """The layers of a shard, the columns of each, and how many of them a replica holds, padding included."""
-    size = prod(x.shape)
-    return x.depth, size // x.depth, part_dims(size, group.size, x.depth)[-1]
+    size = prod(stacked(x, group.size).shape)
+    return x.depth, size // x.depth, part_dims(size, len(_sharing(group, x)[0]), x.depth)[-1]
 
 
-def _range(number: int, columns: int, width: int) -> tuple[int, int]:
-    """The columns that a replica holds, padding left out."""
-    return min(columns, number * width), min(columns, (number + 1) * width)
+def _sharing(group: Group, x: Shard) -> Nodes:
+    """The sets of replicas that each have all of a shard; of copies all replicas together have all."""
+    return (tuple(range(group.size)),) if x.copies else group.sharing
+
+
+def _range(place: int, columns: int, width: int) -> tuple[int, int]:
+    """The columns that a replica of this place holds, padding left out."""
+    return min(columns, place * width), min(columns, (place + 1) * width)
 
 
 def _replica(place: Index, dims: tuple[int, ...]) -> int:

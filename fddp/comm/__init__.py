@@ -14,6 +14,7 @@ from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
 from fddp.comm.agreement import verify_beside as verify_beside
 from fddp.comm.allgatherv import gather_bytes as gather_bytes
+from fddp.comm.by_level import Level as Level
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
 from fddp.comm.communicator import add_bytes as add_bytes
@@ -23,11 +24,13 @@ from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
 from fddp.comm.communicator import mpi_word as mpi_word
+from fddp.comm.communicator import reduce_scatter_bytes as reduce_scatter_bytes
 from fddp.comm.group import Group as Group
 from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import alone as alone
 from fddp.comm.lane import Lane as Lane
+from fddp.comm.levels import Nodes as Nodes
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels

@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32, Shaped, UInt32
+
+from fddp.comm.by_level import ByLevel, Level
 
 MOST = 2**32 - 1
 
@@ -33,6 +36,10 @@ class Communicator:
     """Sums row i over replicas, for replica i."""
     native16: bool = False
     """Whether `all_reduce` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
+    nodes: int = 1
+    """Number of nodes of `size` replicas over which sums go on."""
+    levels: "ByLevel[Communicator] | None" = field(default=None, compare=False)
+    """The collectives of some of the replicas; None: all are one node."""
     sent: list[Any] | None = field(default=None, compare=False)
     """The bytes of each call so far, inside `count_bytes`, which makes a new list for each count; None outside."""
 
@@ -40,6 +47,17 @@ class Communicator:
     def psum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
         """JAX's name for `all_reduce`."""
         return self.all_reduce
+
+    def at(self, level: Level) -> "Communicator":
+        """Gives the collectives of some of the replicas.
+
+        Args:
+          level: who speaks.
+
+        Returns:
+          Their collectives; those of all, where all replicas are one node.
+        """
+        return self if level == "all" or self.levels is None else getattr(self.levels, level)
 
 
 def axis_communicator(
@@ -60,9 +78,13 @@ def axis_communicator(
     def exchange(rows: Array) -> Array:
         return jax.lax.all_to_all(rows, axis_name, 0, 0, axis_index_groups=among)
 
+    def replica_index() -> Array:
+        own = jax.lax.axis_index(axis_name)
+        return own if among is None else jnp.asarray(np.argsort(np.ravel(among)) % size, jnp.int32)[own]
+
     communicator = Communicator(
         size=size,
-        replica_index=lambda: jax.lax.axis_index(axis_name),
+        replica_index=replica_index,
         all_reduce=lambda x: jax.lax.psum(x, axis_name, axis_index_groups=among),
         all_to_all=exchange,
         all_gather=lambda x: jax.lax.all_gather(x, axis_name, axis_index_groups=among),
@@ -144,9 +166,23 @@ def as_uint32(sent: Any) -> UInt32[Array, ""]:
 
 def all_reduce_bytes(comm: Communicator, size: int, dtype: Any) -> int:
     """Bytes that each replica sends for the sum of `size` numbers."""
+    return _sum_bytes(comm.size * comm.nodes, size * _word(comm, dtype))
+
+
+def reduce_scatter_bytes(comm: Communicator, size: int, dtype: Any) -> int:
+    """Bytes that each replica sends for its part of a sum of `size` numbers, which may go on between nodes."""
+    nbytes = size * _word(comm, dtype)
+    return -(-(comm.size - 1) * nbytes // comm.size) + _sum_bytes(comm.nodes, -(-nbytes // comm.size))
+
+
+def _sum_bytes(replicas: int, nbytes: int) -> int:
+    return -(-2 * (replicas - 1) * nbytes // replicas)
+
+
+def _word(comm: Communicator, dtype: Any) -> int:
+    """Bytes of a number as sums send it."""
     itemsize = jnp.dtype(dtype).itemsize
-    word = 4 if itemsize == 2 and not comm.native16 else itemsize
-    return -(-2 * (comm.size - 1) * size * word // comm.size)
+    return 4 if itemsize == 2 and not comm.native16 else itemsize
 
 
 def mpi_word(x: jax.Array) -> jax.Array:
@@ -194,6 +230,12 @@ def _counting(comm: Communicator) -> Communicator:
         all_reduce=counted(comm.all_reduce, lambda x: all_reduce_bytes(comm, x.size, x.dtype)),
         all_to_all=counted(comm.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
         all_gather=counted(comm.all_gather, lambda x: x.nbytes * (size - 1)),
-        reduce_scatter=counted(comm.reduce_scatter, lambda rows: rows.nbytes * (size - 1) // size),
+        reduce_scatter=counted(comm.reduce_scatter, partial(_scattered_bytes, comm)),
         sent=sent,
     )
+
+
+def _scattered_bytes(comm: Communicator, rows: Array) -> int:
+    # In one level 16-bit floats are sent as they are, and added in 32 bits behind the exchange.
+    one = comm.nodes == 1
+    return rows.nbytes * (comm.size - 1) // comm.size if one else reduce_scatter_bytes(comm, rows.size, rows.dtype)

@@ -9,15 +9,15 @@ from functools import reduce
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fddp.comm.agreement import verify
 from fddp.comm.allgatherv import CHUNK_BYTES
 from fddp.comm.communicator import Communicator
+from fddp.comm.host_bytes import from_bytes, hosted, like
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
-from fddp.comm.levels import Levels, blocks, by_node
+from fddp.comm.levels import Levels, Nodes, blocks, by_node
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.recovery import Recovery
@@ -65,8 +65,8 @@ class Group:
     """Makes as many transports that work side by side, or fewer where the backend has no more."""
     levels: Levels = field(repr=False, compare=False)
     """Makes the collectives of a group that sums over nodes first; see `hierarchical`."""
-    local: int | None = None
-    """Replicas of a node, where sums go over nodes first; None: a sum goes over all replicas at once."""
+    nodes: Nodes | None = None
+    """The replicas of each node, where sums go over nodes first; None: a sum goes over all replicas at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     """Notes what this process does, step by step."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
@@ -78,9 +78,31 @@ class Group:
         return self.placement.axis_name
 
     @property
+    def local(self) -> int | None:
+        """Replicas of a node, where sums go over nodes first; None: a sum goes over all replicas at once."""
+        return None if self.nodes is None else len(self.nodes[0])
+
+    @property
+    def parts(self) -> int:
+        """Number of replicas that share a state, and of the parts that they cut it into: all, or those of a node."""
+        return self.local or self.size
+
+    @property
     def shard_ranks(self) -> tuple[int, ...] | None:
-        """The processes that hold a shard of this group (`Shard.ranks`); None on a mesh, which its arrays name."""
+        """The processes that share a state with this one (`Shard.ranks`); None on a mesh, which its arrays name."""
+        if self.placement.on_mesh:
+            return None
+        return tuple(self.global_ranks[k] for node in self.sharing if self.rank in node for k in node)
+
+    @property
+    def copy_ranks(self) -> tuple[int, ...] | None:
+        """The processes that each hold a copy (`Shard.ranks`); None on a mesh."""
         return None if self.placement.on_mesh else self.global_ranks
+
+    @property
+    def sharing(self) -> Nodes:
+        """The replicas of each set that shares a state: those of each node, or all."""
+        return self.nodes or (tuple(range(self.size)),)
 
     @property
     def is_main(self) -> bool:
@@ -116,7 +138,7 @@ class Group:
         x = np.asarray(x)
         with self.journal.call("all_gather", self.processes):
             rows = self.hosts.all_gather(np.frombuffer(x.tobytes(), np.uint8))
-        return _from_bytes(rows.tobytes(), x.dtype, (self.processes, *x.shape))
+        return from_bytes(rows.tobytes(), x.dtype, (self.processes, *x.shape))
 
     def all_reduce(self, x: Any, op: str = "sum") -> np.ndarray:
         """Reduces an array over processes, in order of rank, so that all get the same bits.
@@ -151,17 +173,17 @@ class Group:
         if not 0 <= root < self.processes:
             raise ValueError(f"root must be a rank in 0..{self.processes - 1}, got {root}.")
         leaves, treedef = jax.tree.flatten(tree)
-        hosted = [_hosted(x) for x in leaves]
-        data = np.frombuffer(b"".join(x.tobytes() for x in hosted), np.uint8)
+        there = [hosted(x) for x in leaves]
+        data = np.frombuffer(b"".join(x.tobytes() for x in there), np.uint8)
         with self.journal.call("broadcast", self.processes):
             chunks = [
                 self.hosts.broadcast(data[at : at + CHUNK_BYTES], root) for at in range(0, data.size, CHUNK_BYTES)
             ]
         received = memoryview(np.concatenate([data[:0], *chunks]).tobytes())
-        ends = np.cumsum([0] + [x.nbytes for x in hosted])
+        ends = np.cumsum([0] + [x.nbytes for x in there])
         values = [
-            _like(original, _from_bytes(received[begin:end], x.dtype, x.shape))
-            for original, x, begin, end in zip(leaves, hosted, ends[:-1], ends[1:])
+            like(original, from_bytes(received[begin:end], x.dtype, x.shape))
+            for original, x, begin, end in zip(leaves, there, ends[:-1], ends[1:])
         ]
         return jax.tree.unflatten(treedef, values)
 
@@ -238,6 +260,9 @@ class Group:
         It helps hosts with several ranks each, on Gloo; NCCL and MPICH do it by themselves. Every process calls it.
         Where nodes have one replica each, or there is one node, a sum is the plain one, if in another order.
 
+        With `shard=` the replicas of a node share a state, so that each node has all of it and parameters are gathered
+        inside of nodes (HSDP, PyTorch's HYBRID_SHARD). For shards over all replicas give the step the plain group.
+
         Args:
           local: replicas of a node: the first `local` replicas are one node, the next as many another, as launchers
             fill hosts. None: nodes are found, as replicas that share memory (MPI) or a host (meshes).
@@ -263,7 +288,7 @@ class Group:
         communicator, clone = self.levels.make(nodes)
         lanes = clone(max(1, len(self.transport.clones)))
         transport = lanes[0]._replace(clones=lanes if self.transport.clones else ())
-        return replace(self, local=len(nodes[0]), communicator=communicator, transport=transport, clone=clone)
+        return replace(self, nodes=nodes, communicator=communicator, transport=transport, clone=clone)
 
     def _described_nodes(self, local: int | None) -> list[str]:
         if axes := self.placement.other_axes:
@@ -274,19 +299,3 @@ class Group:
         if local is not None:
             blocks(local, self.size)
         return [f"local={local}"]
-
-
-def _hosted(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(x))
-    return np.asarray(x)
-
-
-def _like(original: Any, value: np.ndarray) -> Any:
-    if isinstance(original, jax.Array) and jnp.issubdtype(original.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(original))
-    return value
-
-
-def _from_bytes(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    return np.frombuffer(data, dtype).reshape(shape).copy()

@@ -1,11 +1,13 @@
-"""A sum in two levels: over every node first, and then between the nodes.
+"""Sums in two levels: over every node first, and then between the nodes.
 
 Replicas of one node reach each other faster than those of another. Each replica sums a part of the array over its node
 (reduce-scatter), sums that part with the replicas that have the same place on the other nodes (all-reduce), and gets
 the other parts from its node (all-gather). So each of m nodes sends 2 (m − 1)/m of an array over the network, however
 many replicas it has. Every part is summed once, on the same replicas, so all replicas get the same bits.
 
-Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod.
+The first two of these three make a reduce-scatter of replicas that share a state with their node alone.
+
+Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod; `HYBRID_SHARD` of PyTorch's FullyShardedDataParallel.
 """
 
 import platform
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from fddp.comm.by_level import ByLevel
 from fddp.comm.communicator import Communicator, mpi_word
 from fddp.comm.transport import Hosts, Transport
 
@@ -37,7 +40,7 @@ class Levels(NamedTuple):
 
 
 def in_two_levels(whole: Communicator, node: Communicator, network: Communicator) -> Communicator:
-    """Makes the sum inside a program go over two levels.
+    """Makes sums inside a program go over two levels.
 
     Args:
       whole: communicator of all replicas.
@@ -45,17 +48,22 @@ def in_two_levels(whole: Communicator, node: Communicator, network: Communicator
       network: communicator of the replicas that have this one's place on each node.
 
     Returns:
-      The communicator of all; its other collectives are as they were.
+      The communicator of all, which has those of its levels; its other collectives are as they were.
     """
 
-    def all_reduce(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    def part(rows: Shaped[Array, "local n"]) -> Shaped[Array, " n"]:
         # Summed twice, 16-bit floats would be rounded twice: where a plain sum widens them, this one does so first.
-        words = (x if whole.native16 else mpi_word(x)).reshape(-1)
-        rows = jnp.pad(words, (0, -x.size % node.size)).reshape(node.size, -1)
-        part = network.all_reduce(node.reduce_scatter(rows))
-        return node.all_gather(part).reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+        return network.all_reduce(node.reduce_scatter(rows if whole.native16 else mpi_word(rows)))
 
-    return replace(whole, all_reduce=all_reduce)
+    def reduce_scatter(rows: Shaped[Array, "local n"]) -> Shaped[Array, " n"]:
+        return part(rows).astype(rows.dtype)
+
+    def all_reduce(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+        rows = jnp.pad(x.reshape(-1), (0, -x.size % node.size)).reshape(node.size, -1)
+        return node.all_gather(part(rows)).reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+
+    shards = replace(node, all_reduce=all_reduce, reduce_scatter=reduce_scatter, nodes=network.size)
+    return replace(whole, all_reduce=all_reduce, levels=ByLevel(shards, node, network))
 
 
 def blocks(local: int, replicas: int) -> Nodes:

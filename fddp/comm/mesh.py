@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
+from fddp.comm.by_level import ByLevel
 from fddp.comm.chunked_collectives import GLOO_BYTES, gathered, scattered
 from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.group import Group
@@ -97,7 +98,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         make_subgroup=make_subgroup,
         clone=clone,
         lane=_lane(frozenset(mesh.devices.flat)),
-        levels=mesh_levels(placement, communicator, platform, partial(hosts_of, hosts, places)),
+        levels=mesh_levels(placement, communicator, platform, partial(hosts_of, hosts, places), piece),
     )
 
 
@@ -114,7 +115,12 @@ def replica_mesh(devices: Sequence[Any]) -> Mesh:
 
 
 def mesh_transport(
-    placement: Placement, communicator: Communicator, piece: int | None = None, turn: int = 0
+    placement: Placement,
+    communicator: Communicator,
+    piece: int | None = None,
+    turn: int = 0,
+    *,
+    alike: PartitionSpec = REPLICATED,
 ) -> Transport:
     """Makes collectives between programs, which are small programs themselves.
 
@@ -123,6 +129,7 @@ def mesh_transport(
       communicator: a communicator over the same axis.
       piece: bytes to each replica that are scattered or gathered at once; None: all.
       turn: number of places by which the replicas' order is rotated; an all-gather gives the order of turn 0.
+      alike: spec of what comes to all that speak with each other: per replica where others speak of something else.
 
     Returns:
       The transport.
@@ -132,25 +139,29 @@ def mesh_transport(
         f: Callable[[jax.Array], jax.Array], out: PartitionSpec, blocks: int = 1
     ) -> Callable[[jax.Array], jax.Array]:
         program = placement.program(f, (placement.per_replica,), out)
-        alone = communicator.size * blocks == 1
+        alone = placement.axis_size * blocks == 1
         return lambda x: x if alone else jax.block_until_ready(program(x))
 
     @functools.cache
     def in_tree(blocks: int) -> Callable[[jax.Array], jax.Array]:
-        return blocking(lambda x: tree_reduce(communicator, x, blocks), REPLICATED, blocks)
+        return blocking(lambda x: tree_reduce(communicator, x, blocks), alike, blocks)
 
     return Transport(
-        all_reduce=blocking(communicator.all_reduce, REPLICATED),
+        all_reduce=blocking(communicator.all_reduce, alike),
         reduce_scatter=blocking(
             lambda x: scattered(communicator, x.reshape(communicator.size, -1), piece), placement.per_replica
         ),
-        all_gather=blocking(lambda x: jnp.roll(gathered(communicator, x, piece), turn, 0).reshape(-1), REPLICATED),
+        all_gather=blocking(lambda x: jnp.roll(gathered(communicator, x, piece), turn, 0).reshape(-1), alike),
         tree_reduce=lambda x, blocks: in_tree(blocks)(x),
     )
 
 
 def mesh_levels(
-    placement: Placement, communicator: Communicator, platform: str, find: Callable[[], Sequence[Any]]
+    placement: Placement,
+    communicator: Communicator,
+    platform: str,
+    find: Callable[[], Sequence[Any]],
+    piece: int | None = None,
 ) -> Levels:
     """Makes the levels of replicas along an axis, which sum over nodes first.
 
@@ -159,10 +170,14 @@ def mesh_levels(
       communicator: a communicator over the same axis.
       platform: platform of its devices.
       find: finds the node of each replica.
+      piece: bytes to each replica that are scattered or gathered at once; None: all.
 
     Returns:
       The levels.
     """
+
+    def transport(communicator: Communicator, alike: PartitionSpec = REPLICATED) -> Transport:
+        return mesh_transport(placement, communicator, piece, alike=alike)
 
     def make(nodes: Nodes) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
         node, network = (
@@ -170,9 +185,11 @@ def mesh_levels(
             for among in (nodes, same_places(nodes))
         )
         both = in_two_levels(communicator, node, network)
-        transport = mesh_transport(placement, both)
+        own = placement.per_replica
+        shards = transport(both.at("shards"))
+        one = transport(both)._replace(levels=ByLevel(shards, transport(node, own), transport(network, own)))
         # There is one transport: devices in another order are the same nodes, and two sums at once would mix there.
-        return both, lambda count: (transport,)
+        return both, lambda count: (one,)
 
     return Levels(find, make)
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
+from fddp.comm.by_level import ByLevel
 from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels
@@ -151,7 +152,9 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
             return comm.Split(number, place), comm.Split(place, number)
 
         def carrier() -> Transport:
-            return mpi_transport(comm.Clone())._replace(all_reduce=_two_level_sum(*split()))
+            node, network = split()
+            whole = mpi_transport(comm.Clone())._replace(all_reduce=_two_level_sum(node, network))
+            return _with_levels(whole, mpi_transport(node), mpi_transport(network))
 
         node, network = map(mpi_communicator, split())
         transport = carrier()
@@ -159,6 +162,16 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
         return both, lambda count: (transport, *(carrier() for _ in range(count - 1)))
 
     return Levels(find, make)
+
+
+def _with_levels(whole: Transport, node: Transport, network: Transport) -> Transport:
+    """Adds the collectives of its levels to a transport."""
+
+    def reduce_scatter(x: jax.Array) -> jax.Array:
+        return network.all_reduce(node.reduce_scatter(mpi_word(x))).astype(x.dtype)  # rounded once
+
+    shards = node._replace(all_reduce=whole.all_reduce, reduce_scatter=reduce_scatter)
+    return whole._replace(levels=ByLevel(shards, node, network))
 
 
 def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
+from fddp.comm.by_level import ByLevel, Level
+
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
 
@@ -24,6 +26,12 @@ class Transport(NamedTuple):
     lie in `x`, flat, one behind the other."""
     clones: "tuple[Transport, ...]" = ()
     """Transports whose collectives may run side by side, and which take messages in turn; empty: this one alone."""
+    levels: "ByLevel[Transport] | None" = None
+    """The collectives of some of the replicas; None: all are one node."""
+
+    def at(self, level: Level) -> "Transport":
+        """Gives the collectives of some of the replicas; where all are one node, of all."""
+        return self if level == "all" or self.levels is None else getattr(self.levels, level)
 
 
 class Hosts(NamedTuple):

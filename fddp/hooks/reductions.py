@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Shaped, UInt32
 
 from fddp.buckets import BucketPlan, Message, flags
-from fddp.comm import Communicator, all_reduce_bytes, as_uint32, count_bytes
+from fddp.comm import Communicator, Level, all_reduce_bytes, as_uint32, count_bytes, reduce_scatter_bytes
 from fddp.hooks.hook import GradBucket, Hook
 
 
@@ -44,6 +44,8 @@ class Reduction(NamedTuple):
     collective: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
     """The collective where `apply` is None: a sum, a part of the sum for each replica, no sum but all replicas'
     messages in a row, or the sum in the tree of virtual replicas."""
+    level: Level = "all"
+    """The replicas that it is for."""
     replicas: int = 1
     """Number of replicas, where the sum is scattered or messages are gathered."""
     blocks: int = 1
@@ -130,7 +132,7 @@ def summed(
     apply = reduction.apply or (lambda comm, message, memory: (each(comm, message), memory))
 
     def send() -> tuple[Array, Any, Array]:
-        (total, new), sent = count_bytes(comm, apply, message, memory)
+        (total, new), sent = count_bytes(comm.at(reduction.level), apply, message, memory)
         return total, new, as_uint32(reduction.rounds * sent)
 
     if reduction.asks is None or said is None:
@@ -149,13 +151,14 @@ def _round_by_round(plain: Any, rounds: int, comm: Communicator, message: Shaped
 
 def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: Any) -> int:
     """Bytes that each replica sends for a message of `size` numbers where `apply` is None."""
+    comm = comm.at(reduction.level)
     if reduction.collective == "all_gather":
         return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
     if reduction.collective == "tree_reduce":
         part = -(-size // (reduction.blocks * comm.size))
         return (comm.size - 1) * part * (reduction.blocks + 1) * jnp.dtype(dtype).itemsize
-    halves = 2 if reduction.collective == "all_reduce" else 1
-    return -(-halves * all_reduce_bytes(comm, size, dtype) // 2)
+    nbytes = all_reduce_bytes if reduction.collective == "all_reduce" else reduce_scatter_bytes
+    return nbytes(comm, size, dtype)
 
 
 def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:

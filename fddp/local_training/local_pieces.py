@@ -199,7 +199,7 @@ class Local:
     def _held(self, local: LocalState, trained: Trained) -> tuple[Any, Any]:
         """The step's result, with what is each replica's own apart."""
         own, info, weight = trained
-        copy = partial(copy_of, self.replica.group.shard_ranks)
+        copy = partial(copy_of, self.replica.group.copy_ranks)
         held = (self.replica.trained(own.params), own.opt_state, weight, own.model_state)
         params, inner, weight, buffers = jax.tree.map(copy, held)
         state = own._replace(params=with_trained(own.params, params), model_state=buffers)

@@ -70,7 +70,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             with TraceAnnotation(reduction.name), group.journal.message(reduction.title, size * message.dtype.itemsize):
                 if reduction.apply is None:
                     blocks = (reduction.blocks,) if reduction.collective == "tree_reduce" else ()
-                    total = getattr(transport, reduction.collective)(message, *blocks)
+                    total = getattr(transport.at(reduction.level), reduction.collective)(message, *blocks)
                     sent = plain_bytes(group.communicator, reduction, size, message.dtype)
                 else:
                     with asked_for():  # a collective of MPI takes a token along, which is new in each thread

@@ -4,5 +4,4 @@ This room imports step and what step imports.
 """
 
 from fddp.sharding.shared_state import sharded as sharded
-from fddp.sharding.whole import cut as cut
 from fddp.sharding.whole import whole as whole

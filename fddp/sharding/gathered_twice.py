@@ -81,9 +81,10 @@ def _bring(parts: Parts, own: Any, bucket: int, after: Mapping[Any, Any]) -> tup
     with jax.named_scope(scope(f"gather {bucket}")):
         # The barrier keeps XLA from gathering at once, and from gathering once for both passes.
         message, *held = jax.lax.optimization_barrier((message, *after.values()))
-        rows = message if axis is None else jax.lax.all_gather(message, axis, tiled=True)
+        among = replica.group.nodes
+        rows = message if axis is None else jax.lax.all_gather(message, axis, axis_index_groups=among, tiled=True)
     one, of_parts = parts.only(bucket)
-    leaves = one.treedef.flatten_up_to(unpack_rows(of_parts, one, replica.group.size, (rows,)))
+    leaves = one.treedef.flatten_up_to(unpack_rows(of_parts, one, replica.group.parts, (rows,)))
     return {i: leaves[i] for i in one.buckets[0].leaves}, dict(zip(after, held))
 
 

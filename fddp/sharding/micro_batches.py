@@ -63,7 +63,7 @@ def micro_batches(
             grads, pending, broken, nbytes = gradients(state, shards, before, part)
             broken = add_replica_dim(broken)
             broken = broken if before.broken is None else before.broken | broken
-            buckets = pack_rows(plan, replica.group.size, grads)
+            buckets = pack_rows(plan, replica.group.parts, grads)
             if number == of - 1:
                 tail, own = replica.tail(pending, rows)
                 own, nbytes = add_replica_dim((own, nbytes))

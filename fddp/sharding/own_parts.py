@@ -64,15 +64,17 @@ class Parts:
     @property
     def scatters(self) -> tuple[Reduction, ...]:
         """The sums of gradients: each replica gets its parts, and all of loss and metrics."""
-        size = self.replica.group.size
+        size = self.replica.group.parts
         hook = self.replica.options.hook
 
         def scatter(message: Message, one: Reduction) -> Reduction:
             if message.bucket is None:
                 return one
             whole = None if one.apply is None else partial(self._of_whole_leaves, message.bucket, one.apply)
-            rows = hook and hook.scatter and partial(self._of_rows, message.bucket, hook.scatter)
-            return one._replace(collective="reduce_scatter", replicas=size, apply=rows or whole)
+            rows = self.replica.scatter and partial(self._of_rows, message.bucket, self.replica.scatter)
+            # A hook speaks with all replicas, in its own way.
+            level = "shards" if one.apply is None else "all"
+            return one._replace(collective="reduce_scatter", replicas=size, apply=rows or whole, level=level)
 
         return tuple(map(scatter, self.plan.messages, reductions(self.plan, hook, None)))
 
@@ -100,10 +102,11 @@ class Parts:
     ) -> tuple[Array, Any]:
         """This replica's part of what a hook makes of a bucket: a hook is given leaves, not parts of them."""
         plan, of_parts = self.only(bucket)
-        (whole,) = pack(plan, unpack_rows(of_parts, plan, comm.size, (message,)))
+        shares = comm.at("shards")
+        (whole,) = pack(plan, unpack_rows(of_parts, plan, shares.size, (message,)))
         total, memory = apply(comm, whole, memory)
-        (rows,) = pack_rows(of_parts, comm.size, unpack(plan, (total,)))
-        return own_part(rows, comm.size, comm.replica_index()), memory
+        (rows,) = pack_rows(of_parts, shares.size, unpack(plan, (total,)))
+        return own_part(rows, shares.size, shares.replica_index()), memory
 
     def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
         """The plans of one bucket: of whole leaves, and of parts."""
@@ -120,9 +123,8 @@ class Parts:
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
         """The gathers that bring buckets of parameters to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
-        return tuple(
-            of[k]._replace(name=f"gather {k}", collective="all_gather", apply=None, memory=None) for k in order
-        )
+        gather = {"collective": "all_gather", "apply": None, "memory": None, "level": "shards"}
+        return tuple(of[k]._replace(name=f"gather {k}", **gather) for k in order)
 
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:
         """The messages of parameters, of which this replica has its own parts."""
@@ -134,7 +136,7 @@ class Parts:
     def whole(self, params: Any, messages: Messages, order: Sequence[int]) -> Any:
         """The parameters that have come from all replicas, among those that stay."""
         buckets = [array for _, array in sorted(zip(order, messages.arrays), key=lambda pair: pair[0])]
-        came = unpack_rows(self.of_parts, self.plan, self.replica.group.size, buckets)
+        came = unpack_rows(self.of_parts, self.plan, self.replica.group.parts, buckets)
         # What has no elements does not travel.
         empty = [
             jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x for x, leaf in zip(_leaves(params), self.plan.leaves)
@@ -144,8 +146,8 @@ class Parts:
 
     def own(self, params: Any) -> Any:
         """This replica's parts of what is trained, in place of shards and of whole leaves."""
-        size = self.replica.group.size
-        index = self.replica.group.communicator.replica_index()
+        size = self.replica.group.parts
+        index = self.replica.group.communicator.at("shards").replica_index()
         chosen = set(self.replica.chosen(whole_forms(params)))
         leaves = [
             x.parts if is_shard(x) else own_part(x, size, index, depth_of(x.size, x.shape, size)) if i in chosen else x
@@ -159,7 +161,7 @@ class Parts:
         nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
         came = partial(self._came, kept.sums)
         mean = self.replica.mean(self.of_parts, came, mine, messages, (kept.own, kept.broken), nothing)
-        comm = self.replica.group.communicator
+        comm = self.replica.group.communicator.at("shards")
         run = partial(run_on_parts, self.replica, self.update, state, mine, mean)
         (new, info), sent = count_bytes(comm, run)
         return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))

@@ -52,7 +52,7 @@ def _check(shared: Shared, replica: Replica, optimizer: optax.GradientTransforma
     if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
         raise ValueError(f"shard={shared!r} has nothing to share: no more than one number is trained; leave it out.")
     refused = divided(optimizer, trained).refused
-    if refused and replica.group.size > 1:  # one replica has all of each leaf
+    if refused and replica.group.parts > 1:  # one replica has all of each leaf
         named = jax.tree_util.tree_leaves_with_path(trained)
         names = [leaf_name(path) for path, _ in named]
         told = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
@@ -74,6 +74,8 @@ def _nothing_saved(shared: Shared, replica: Replica, state: TrainState) -> str:
         return ""
     if replica.group.size == 1:
         why = "there is one replica, which holds all of the state"
+    elif replica.group.parts == 1:
+        why = "each node of the group has one replica, which holds all of the state"
     elif shards:
         why = "no leaf has more than one element"
     else:

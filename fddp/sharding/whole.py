@@ -1,20 +1,28 @@
 """A state that replicas hold apart, put together."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fddp.buckets import Shard, is_shard, of_rows, part_dims
+from fddp.buckets import Shard, is_shard, of_rows
 from fddp.comm import REPLICATED, Group
 from fddp.runtime import group_of
+
+
+class Form(NamedTuple):
+    """The form of an array that replicas hold apart, and which of them do."""
+
+    shape: tuple[int, ...]
+    depth: int
+    copies: bool
+    nodes: tuple[tuple[int, ...], ...] | None
 
 
 def whole(tree: Any, *, group: Group | None = None) -> Any:
@@ -49,44 +57,20 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
     return treedef.unflatten([next(whole) if is_shard(x) else x for x in leaves])
 
 
-def cut(group: Group, x: np.ndarray, like: Shard) -> Shard:
-    """A whole array of the host in parts, each where it belongs.
-
-    Args:
-      group: the replicas.
-      x: the same on every rank.
-      like: a shard of such an array.
-
-    Returns:
-      The shard.
-    """
-    count = group.placement.replicas_in_array
-    dims = part_dims(x.size, group.size, like.depth)
-    layers = np.zeros((like.depth, group.size * dims[-1]), x.dtype)
-    layers[:, : x.size // like.depth] = x.reshape(like.depth, -1) if x.size else 0
-    parts = layers.reshape(like.depth, group.size, dims[-1]).swapaxes(0, 1)
-    mine = parts.reshape(like.parts.shape) if count > 1 else parts[group.rank].reshape(dims)
-    return replace(like, parts=jax.make_array_from_callback(mine.shape, like.parts.sharding, mine.__getitem__))
-
-
 def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     parts = [x.parts for x in shards]
-    forms = tuple((x.shape, x.depth, x.copies) for x in shards)
-    ranks = shards[0].ranks
+    forms = tuple(Form(x.shape, x.depth, x.copies, x.nodes) for x in shards)
     if isinstance(parts[0], jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(x.shape, x.parts.dtype) for x in shards]
     if isinstance(parts[0], Tracer):
-        if ranks is not None:
+        if shards[0].ranks is not None:
             raise TypeError(
                 "backend 'mpi' has no mesh over which XLA could gather: call fddp.whole outside of jax.jit."
             )
         return _joined(parts, forms)
-    if ranks is not None:
-        group = _of_ranks(ranks) if group is None else group
-        _check(ranks == group.shard_ranks, f"ranks {list(ranks)} of the job hold", group)
+    if shards[0].ranks is not None:
         # One after another: the rows of a leaf are gone before those of the next come.
-        each = (_joined([jnp.asarray(group.all_gather(np.asarray(x)))], [form]) for x, form in zip(parts, forms))
-        return [group.placement.place(x, REPLICATED) for (x,) in each]
+        return [_of_all_ranks(x, form, group) for x, form in zip(shards, forms)]
     known = [x.sharding for x in parts if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)]
     if group is not None or len(known) < len(parts):
         group = group_of("whole", group)
@@ -95,7 +79,18 @@ def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
         _check(held == own, f"{len(held)} devices hold", group)
         parts = group.placement.place(parts, group.placement.per_replica)
     # In one program: several at once, on devices that share cores, would wait for each other.
-    return jax.block_until_ready(_gathering(parts[0].sharding.mesh)(parts, forms))
+    axis = next((x.sharding.spec[0] for x in parts if x.sharding.spec), "")
+    return jax.block_until_ready(_gathering(parts[0].sharding.mesh, axis, forms)(parts))
+
+
+def _of_all_ranks(x: Shard, form: Form, group: Group | None) -> jax.Array:
+    """Gathers an array from the ranks that hold it: those of the group, or those of this one's node."""
+    ranks = x.ranks or ()
+    if group is None:
+        group = _of_ranks(ranks)
+    _check(ranks in (group.copy_ranks, group.shard_ranks), f"ranks {list(ranks)} of the job hold", group)
+    among = group if ranks == group.global_ranks else _of_ranks(ranks)
+    return among.placement.place(_joined([jnp.asarray(among.all_gather(np.asarray(x.parts)))], [form])[0], REPLICATED)
 
 
 def _check(fits: bool, who: str, group: Group) -> None:
@@ -114,9 +109,16 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
     return world if world.global_ranks == ranks else world.subgroup(ranks)
 
 
-def _joined(parts: Sequence[jax.Array], forms: Sequence[tuple[tuple[int, ...], int, bool]]) -> list[jax.Array]:
-    each = zip(parts, forms)
-    return [_mean(x, shape) if copies else of_rows(x, shape, depth) for x, (shape, depth, copies) in each]
+def _joined(parts: Sequence[jax.Array], forms: Sequence[Form]) -> list[jax.Array]:
+    return [_mean(x, form.shape) if form.copies else _of_first_node(x, form) for x, form in zip(parts, forms)]
+
+
+def _of_first_node(parts: jax.Array, form: Form) -> jax.Array:
+    """An array of its parts, of which every node has all."""
+    if form.nodes is None:
+        return of_rows(parts, form.shape, form.depth)
+    rows = parts.reshape(sum(map(len, form.nodes)), -1, parts.shape[-1] if form.depth > 1 else 1)
+    return of_rows(rows[np.array(form.nodes[0])].reshape(-1, *parts.shape[1:]), form.shape, form.depth)
 
 
 def _mean(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -127,6 +129,16 @@ def _mean(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 @cache
-def _gathering(mesh: Any) -> Any:
-    """A program for each mesh, not for each call."""
-    return jax.jit(_joined, static_argnums=1, out_shardings=NamedSharding(mesh, REPLICATED))
+def _gathering(mesh: Any, axis: str, forms: tuple[Form, ...]) -> Any:
+    """A program for each mesh and form, not for each call."""
+    if all(form.nodes is None for form in forms):
+        return jax.jit(partial(_joined, forms=forms), out_shardings=NamedSharding(mesh, REPLICATED))
+
+    def inside_of_nodes(parts: Sequence[jax.Array]) -> list[jax.Array]:
+        def gathered(x: jax.Array, form: Form) -> jax.Array:
+            return jax.lax.all_gather(x, axis, axis_index_groups=form.nodes, tiled=True) if x.size else x
+
+        return _joined([*map(gathered, parts, forms)], [form._replace(nodes=None) for form in forms])
+
+    own = PartitionSpec(axis)
+    return jax.jit(jax.shard_map(inside_of_nodes, mesh=mesh, in_specs=own, out_specs=REPLICATED, check_vma=False))

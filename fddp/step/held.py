@@ -56,11 +56,11 @@ def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) 
     group = replica.group
 
     def cut(x: Any, param: Any) -> Shard:
-        depth = depth_of(x.size, jnp.shape(param), group.size)
-        part = own_part(x, group.size, group.communicator.replica_index(), depth)
-        return Shard(part, jnp.shape(x), ranks=group.shard_ranks, depth=depth)
+        depth = depth_of(x.size, jnp.shape(param), group.parts)
+        part = own_part(x, group.parts, group.communicator.at("shards").replica_index(), depth)
+        return _shard(group, part, x, depth)
 
-    return replica.way.hold(replica, trained, opt_state, model_state, cut, partial(copy_of, group.shard_ranks))
+    return replica.way.hold(replica, trained, opt_state, model_state, cut, partial(copy_of, group.copy_ranks))
 
 
 def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
@@ -80,15 +80,20 @@ def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
         return jax.ShapeDtypeStruct((count * dims[0], *dims[1:]), jnp.result_type(x))
 
     def cut(x: Any, param: Any) -> Shard:
-        depth = depth_of(x.size, jnp.shape(param), group.size)
-        parts = form(part_dims(x.size, group.size, depth), x)
-        return Shard(parts, jnp.shape(x), ranks=group.shard_ranks, depth=depth)
+        depth = depth_of(x.size, jnp.shape(param), group.parts)
+        return _shard(group, form(part_dims(x.size, group.parts, depth), x), x, depth)
 
     def copy(x: Any) -> Shard:
-        return Shard(form((x.size,), x), x.shape, copies=True, ranks=group.shard_ranks)
+        return Shard(form((x.size,), x), x.shape, copies=True, ranks=group.copy_ranks)
 
     trained = replica.trained(state.params)
     return with_held(state, replica.way.hold(replica, trained, state.opt_state, state.model_state, cut, copy))
+
+
+def _shard(group: Group, parts: Any, x: Any, depth: int) -> Shard:
+    """An array in parts, one for each of the replicas that share a state."""
+    nodes = group.nodes if group.placement.on_mesh else None
+    return Shard(parts, jnp.shape(x), ranks=group.shard_ranks, depth=depth, nodes=nodes)
 
 
 def with_held(state: TrainState, held: Held) -> TrainState:
@@ -138,7 +143,7 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
             )
     elif got != _kinds(form_in_shards(replica, whole_forms(state))):
         raise ValueError(
-            f"the state is not in shards of {replica.group.size} replicas, as a step with {replica.way.name} has it: "
+            f"the state is not in shards of {replica.group.parts} replicas, as a step with {replica.way.name} has it: "
             "go on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for "
             "looking at it."
         )
@@ -151,8 +156,12 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
 def _check_group(group: Group, state: TrainState) -> None:
     """Says that other replicas hold the shards of a state, as many as this group has."""
     shards = [x for x in jax.tree.leaves(state, is_leaf=is_shard) if is_shard(x)]
-    own = _holders(Shard(group.placement.place(np.zeros(()), REPLICATED), (), ranks=group.shard_ranks))
-    for held_by in {_holders(x) for x in shards} - {own, None}:
+    here = group.placement.place(np.zeros(()), REPLICATED)
+    for x in shards:
+        held_by = _holders(x)
+        own = _holders(Shard(here, (), ranks=group.copy_ranks if x.copies else group.shard_ranks))
+        if held_by in (own, None):
+            continue
         raise ValueError(
             f"the state is in shards that {held_by} hold, and the replicas of this step are {own}: go on with a step "
             "of the group that holds it, or save it there and restore it here (fddp.Checkpoints)."
@@ -197,4 +206,4 @@ def _kinds(state: TrainState) -> list[tuple[Any, ...]]:
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    return (True, x.copies, jnp.shape(x.parts)) if is_shard(x) else (False, False, jnp.shape(x))
+    return (True, x.copies, x.nodes, jnp.shape(x.parts)) if is_shard(x) else (False, False, None, jnp.shape(x))

@@ -146,21 +146,27 @@ class Replica:
         few = (touched or {}) if self._apart else {}
         tree = device_parts(self.group.placement, params)
         plan = plan_with_slices(tree, few, self.group.size, order=order, **self.options.bucketing)
-        plan = replace(plan, parts=self.group.size if self.way.scattered else 1)
+        plan = replace(plan, parts=self.group.parts if self.way.scattered else 1)
         return place_scalars(plan, dtype, early=True, exact=self._exact)
 
     def slices(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, list[Travelling]]:
         """The slices of leaves whose gradients a loop makes, by leaf: (the loop's number, its rounds)."""
         hook = self.options.hook
         # Where buckets are scattered a hook that does not scatter is given whole leaves.
-        by_element = hook is None or (hook.by_element and not (self.way.scattered and hook.scatter is None))
+        by_element = hook is None or (hook.by_element and not (self.way.scattered and self.scatter is None))
         if not (by_element and self._summed and self.way.slices):
             return {}
         leaves = jax.tree.leaves(params)
-        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.size) for i in loops}
+        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.parts) for i in loops}
         # Of a leaf that is cut as a whole no slice is scattered.
         free = {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
         return fill_buckets(params, free, **self.options.bucketing)
+
+    @property
+    def scatter(self) -> Any:
+        """The hook's way to scatter a sum; None: there is none, or nodes would have to sum parts on."""
+        hook = self.options.hook
+        return hook.scatter if hook and self.group.communicator.levels is None else None
 
     def rounds(
         self, params: Any, loops: Mapping[int, tuple[int, int]], places: Mapping[int, int]

@@ -1,0 +1,27 @@
+"""Arrays as hosts send them, in bytes, and made of bytes again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def hosted(x: Any) -> np.ndarray:
+    """Brings an array to the host; of random keys their words."""
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def like(original: Any, value: np.ndarray) -> Any:
+    """Makes random keys of words, where the original is some; else leaves the array as it is."""
+    return (
+        jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(original)) if _is_key(original) else value
+    )
+
+
+def from_bytes(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
