@@ -80,7 +80,8 @@ def copy_of(ranks: tuple[int, ...] | None, x: Shaped[Array, " *dims"]) -> Shard:
 
 def stacked(shard: Shard, replicas: int) -> Shard:
     """A shard of one array that stacks the copies along a first dim, so that each replica holds a part of it."""
-    return replace(shard, shape=(replicas, *shard.shape), copies=False) if shard.copies else shard
+    copies = len(shard.nodes or range(replicas))
+    return replace(shard, shape=(copies, *shard.shape), copies=False) if shard.copies else shard
 
 
 def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped[Array, "replicas ... n"]:

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fddp.buckets import Shard, is_shard, part_dims, stacked
+from fddp.buckets import Shard, is_shard, of_rows, part_dims, stacked
 from fddp.checkpoints.files import Listed
 from fddp.checkpoints.state_forms import (
     OWN,
@@ -64,7 +65,7 @@ def gathered(group: Group, state: TrainState) -> list[Portion]:
     """
     portions = list[Portion]()
     for name, x in named(state).items():
-        x = words(whole(stacked(x, group.size) if is_shard(x) else x, group=group))
+        x = words(_copies(group, x) if is_shard(x) else x)
         if is_row(group, name):
             x = np.concatenate(group.all_gather(x))
         elif not _here(x):
@@ -72,6 +73,18 @@ def gathered(group: Group, state: TrainState) -> list[Portion]:
         if group.rank == 0 and x.size:
             portions.append(_everything(name, np.array(x)))
     return portions
+
+
+def _copies(group: Group, x: Shard) -> Any:
+    """A whole array, or all its copies along a first dim."""
+    if not x.copies or x.nodes is None:
+        return whole(stacked(x, group.size), group=group)
+    dims = x.parts.shape
+    count = 1 if group.placement.on_mesh else group.size
+    flat = replace(x, shape=(count * dims[0], *dims[1:]), copies=False, nodes=None, depth=1)
+    rows = np.asarray(whole(flat, group=group)).reshape(group.size, -1, dims[-1] if x.depth > 1 else 1)
+    copies = [rows[list(node)].reshape(-1, *dims[1:]) for node in x.nodes]
+    return np.stack([np.asarray(of_rows(jnp.asarray(one), x.shape, x.depth)) for one in copies])
 
 
 def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState) -> TrainState:
@@ -120,16 +133,16 @@ def _held(group: Group, name: str, x: Any) -> Portion:
 
 
 def _held_columns(group: Group, name: str, x: Shard) -> Portion:
-    """The columns of a shard that this process writes, without padding: the first of the nodes that have all of it."""
-    depth, columns, width = _columns(group, x)
-    first = _sharing(group, x)[0]
+    """The columns of a shard that this process writes, without padding: of nodes that have all of it the first does."""
+    lies = _lying(group, x)
+    writes = {replica for node in (lies.sharing if x.copies else lies.sharing[:1]) for replica in node}
     pieces = list[tuple[Index, Any]]()
     for replica, part in _own_parts(group, x):
-        begin, end = _range(first.index(replica), columns, width) if replica in first else (0, 0)
-        if begin < end:
-            mine = np.asarray(part).reshape(depth, width)[:, : end - begin]
-            pieces.append(((slice(0, depth), slice(begin, end)), mine))
-    return Portion(name, (depth, columns), (depth, width), pieces)
+        layers, columns = lies.of(replica)
+        if replica in writes and columns.start < columns.stop:
+            mine = np.asarray(part).reshape(lies.depth, lies.width)[:, : columns.stop - columns.start]
+            pieces.append(((layers, columns), mine))
+    return Portion(name, lies.dims, (lies.depth, lies.width), pieces)
 
 
 def _own_parts(group: Group, x: Shard) -> Iterator[tuple[int, Any]]:
@@ -170,34 +183,46 @@ def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
 
 def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
     """Reads this process's columns of a shard, and fills them up with zeros."""
-    depth, columns, width = _columns(group, x)
-    places = {replica: place for node in _sharing(group, x) for place, replica in enumerate(node)}
+    lies = _lying(group, x)
     count = group.placement.replicas_in_array
     dims = (x.parts.shape[0] // count, *x.parts.shape[1:])
 
     def part(place: Any) -> np.ndarray:
         replica = _replica(place, dims) if group.placement.on_mesh else group.rank
-        begin, end = _range(places[replica], columns, width)
-        mine = read(name, (depth, columns), (slice(0, depth), slice(begin, end)))
-        return np.pad(mine, ((0, 0), (0, width - mine.shape[1]))).reshape(dims)
+        mine = read(name, lies.dims, lies.of(replica))
+        return np.pad(mine, ((0, 0), (0, lies.width - mine.shape[1]))).reshape(dims)
 
     return jax.make_array_from_callback(x.parts.shape, _sharding(group, name, x.parts, apart=True), part)
 
 
-def _columns(group: Group, x: Shard) -> tuple[int, int, int]:
-    """The layers of a shard, the columns of each, and how many of them a replica holds, padding included."""
-    size = prod(stacked(x, group.size).shape)
-    return x.depth, size // x.depth, part_dims(size, len(_sharing(group, x)[0]), x.depth)[-1]
+class Lying(NamedTuple):
+    """The place of replicas' parts in an array of layers and columns."""
+
+    sharing: Nodes
+    """The sets of replicas that each have all of it, or a copy of it."""
+    dims: tuple[int, int]
+    """The layers, of all copies, and the columns."""
+    depth: int
+    """Number of layers that a replica has."""
+    width: int
+    """Number of columns that a replica has, padding included."""
+
+    def of(self, replica: int) -> tuple[slice, slice]:
+        """The layers and the columns of a replica, without padding."""
+        ((node, place),) = [(n, node.index(replica)) for n, node in enumerate(self.sharing) if replica in node]
+        layers = node * self.depth % self.dims[0]
+        begin, end = (min(self.dims[1], at * self.width) for at in (place, place + 1))
+        return slice(layers, layers + self.depth), slice(begin, end)
 
 
-def _sharing(group: Group, x: Shard) -> Nodes:
-    """The sets of replicas that each have all of a shard; of copies all replicas together have all."""
-    return (tuple(range(group.size)),) if x.copies else group.sharing
-
-
-def _range(place: int, columns: int, width: int) -> tuple[int, int]:
-    """The columns that a replica of this place holds, padding left out."""
-    return min(columns, place * width), min(columns, (place + 1) * width)
+def _lying(group: Group, x: Shard) -> Lying:
+    """Finds how a shard lies; copies of replicas lie behind each other as an array of all, those of nodes as layers."""
+    whole_copies = x.copies and x.nodes is None
+    sharing = (tuple(range(group.size)),) if whole_copies else group.sharing
+    size = prod(stacked(x, group.size).shape if whole_copies else x.shape)
+    copies = len(sharing) if x.copies else 1
+    width = part_dims(size, len(sharing[0]), x.depth)[-1]
+    return Lying(sharing, (copies * x.depth, size // x.depth), x.depth, width)
 
 
 def _replica(place: Index, dims: tuple[int, ...]) -> int:

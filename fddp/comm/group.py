@@ -90,9 +90,8 @@ class Group:
     @property
     def shard_ranks(self) -> tuple[int, ...] | None:
         """The processes that share a state with this one (`Shard.ranks`); None on a mesh, which its arrays name."""
-        if self.placement.on_mesh:
-            return None
-        return tuple(self.global_ranks[k] for node in self.sharing if self.rank in node for k in node)
+        mine = (self.global_ranks[k] for node in self.sharing if self.rank in node for k in node)
+        return None if self.placement.on_mesh else tuple(mine)
 
     @property
     def copy_ranks(self) -> tuple[int, ...] | None:

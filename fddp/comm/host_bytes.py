@@ -14,9 +14,9 @@ def hosted(x: Any) -> np.ndarray:
 
 def like(original: Any, value: np.ndarray) -> Any:
     """Makes random keys of words, where the original is some; else leaves the array as it is."""
-    return (
-        jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(original)) if _is_key(original) else value
-    )
+    if not _is_key(original):
+        return value
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(original))
 
 
 def from_bytes(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

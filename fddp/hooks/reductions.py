@@ -37,6 +37,8 @@ class Reduction(NamedTuple):
     memory: int | None = None
     """The place in `Memory` of all that its hook remembers; None: the sum is plain. Messages with one place take turns,
     each with the memory that the one before it left."""
+    bucket: int | None = None
+    """Number of the bucket in it; None: none."""
     asks: Asks | None = None
     """The message that decides whether this one is sent; None: it always is."""
     carries: str = "loss and metrics"
@@ -52,6 +54,11 @@ class Reduction(NamedTuple):
     """Number of blocks of each replica that are added in the tree of virtual replicas."""
     rounds: int = 1
     """Number of equal parts of the message that one program sums one by one, as a loop makes them in its rounds."""
+
+    @property
+    def among_some(self) -> bool:
+        """Whether some replicas speak among themselves, so that others have something else when it is back."""
+        return self.level in ("node", "network")
 
     @property
     def title(self) -> str:
@@ -91,7 +98,7 @@ def reductions(
         bucket = plan.buckets[message.bucket]
         first = bucket.names[0]
         more = f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
-        one = Reduction(message.name, carries=f"{first}{more}", rounds=bucket.rounds)
+        one = Reduction(message.name, bucket=message.bucket, carries=f"{first}{more}", rounds=bucket.rounds)
         if message.rows:
             return one._replace(collective="all_gather", replicas=replicas)
         if bucket.rows:  # the message before this one had its rows, and says whether any are left

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 from fddp.buckets import join, scalar_dtype, take_apart
 from fddp.comm import Recovery
+from fddp.local_training.fragments import Fragment
 from fddp.local_training.island_state import contribution, landed
-from fddp.local_training.local_pieces import Local
+from fddp.local_training.local_pieces import Local, by_itself, counted
 from fddp.local_training.local_runner import alone
 from fddp.local_training.merging import Contribution, Leaves
 from fddp.losses import Joined
 from fddp.optim import IslandState, LocalSteps, Met
 from fddp.schedules import Runner, Schedule
-from fddp.step import QUORUM, Copy, Cut, Facts, Held, Replica, TrainState, Way, refuse
+from fddp.step import QUORUM, WHOLE, Copy, Cut, Facts, Held, Replica, TrainState, Way, refuse
 
 
 class Keeper(NamedTuple):
@@ -47,8 +48,9 @@ def islands(steps: LocalSteps, join_keeper: JoinKeeper | None) -> Way:
     Returns:
       The way.
     """
-    return alone(steps)._replace(
+    return alone(steps, WHOLE)._replace(
         name=QUORUM,
+        more=(),
         check_batch=_check_batch,
         hold=_hold,
         seen=_seen,
@@ -89,10 +91,12 @@ def _runner(
         )
     weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
     scalars = scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))
-    pieces = Local(steps, replica, facts.plan, facts.use, scalars).alone()
+    counts = counted(facts, joined=False)
+    everything = Fragment(steps, replica, 0, facts.plan, scalars)
+    pieces = Local(replica, by_itself(replica, counts), [everything]).alone()
     # After an error an island goes on by itself: no message of another rank could meet a wrong one of its own.
-    by_itself = dataclasses.replace(group, recovery=Recovery(lambda place, seconds: True))
-    inner = schedule(by_itself, pieces, replica.options.donate)
+    on_its_own = dataclasses.replace(group, recovery=Recovery(lambda place, seconds: True))
+    inner = schedule(on_its_own, pieces, replica.options.donate)
     return island_runner(inner, steps, replica, join_keeper)
 
 

@@ -1,245 +1,280 @@
-"""A step of replicas that train alone, and synchronize a fragment of their parameters now and then.
+"""A step of islands that train alone, and synchronize a fragment of their parameters now and then.
 
-There are three kinds. In the first all replicas average gradients, as in any other step. In the second each replica
-trains alone, and sends nothing. The third is the second that also sends the pseudo-gradient of a fragment (shared −
-local parameters) to an outer optimizer.
+An island is one replica, or several that make ordinary steps with each other. There are three kinds of step. In the
+first all replicas average gradients, as in any other step. In the second each island trains alone. The third is the
+second that also sends the pseudo-gradient of a fragment (shared − local parameters) to an outer optimizer.
 
 Source: Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025); what `fddp.local_steps` names besides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
 
-from fddp.buckets import (
-    BucketPlan,
-    Messages,
-    add_tail,
-    at_least,
-    copy_of,
-    is_shard,
-    join,
-    pack,
-    place_scalars,
-    take_apart,
-    take_tail,
-    unpack,
-    widened,
-)
+from fddp.buckets import Messages, copy_of, is_shard, join, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
-from fddp.hooks import Reduction, reductions
-from fddp.losses import Joined
-from fddp.optim import LocalState, LocalSteps, scale_of, skipped, update
-from fddp.schedules import Pieces, Round, by_bucket
-from fddp.step import Mean, Replica, StepInfo, TrainState, average, with_trained
+from fddp.local_training.fragments import Fragment
+from fddp.local_training.inside import Trains, keys_of_island, own_copies, own_rows, own_view
+from fddp.optim import LocalState, LocalSteps, scale_of, skipped
+from fddp.schedules import Pieces, Round, sent_by_bucket
+from fddp.step import Facts, Mean, Replica, StepInfo, TrainState, with_trained
 
 GIVEN = ("state", "pending", "shards", "rows")
-RANGE = jnp.bfloat16  # weights of many steps times their changes outgrow float16, and no dtype of this range
-# A state as one replica sees it, what the step tells, and how much it has trained on.
-Trained = tuple[TrainState, Any, Array]
+NOTHING = Messages((), ((), None))
+# A state as one replica sees it, and what the step tells.
+Trained = tuple[TrainState, Any]
 
 
-def own_view(state: TrainState, shards: Any) -> TrainState:
-    """A state as one replica sees it that trains alone: its own parameters, inner state and buffers."""
-    held: TrainState = _own(join(state, shards))
-    return held._replace(opt_state=held.opt_state.inner)
+def counted(facts: Facts, joined: bool) -> Facts:
+    """Makes an update count how much it has trained on.
+
+    Args:
+      facts: of a step.
+      joined: whether data may end, so that there may be nothing to train on.
+
+    Returns:
+      The facts; a state's optimizer is `Trains`.
+    """
+
+    def use(view: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
+        opt_state, weight = view.opt_state
+        own = view._replace(opt_state=opt_state)
+        new, info = facts.use(own, mean)
+        if joined:
+            chosen = partial(jnp.where, mean.weight > 0)
+            new = new._replace(
+                params=jax.tree.map(chosen, new.params, own.params),
+                opt_state=jax.tree.map(chosen, new.opt_state, own.opt_state),
+                model_state=jax.tree.map(chosen, new.model_state, own.model_state),
+            )
+        trained_on = mean.weight / scale_of(opt_state)
+        for passed_over in (info.skipped, skipped(new.opt_state, mean.grads)):
+            trained_on = trained_on if passed_over is None else jnp.where(passed_over, 0, trained_on)
+        return new._replace(opt_state=Trains(new.opt_state, weight + trained_on.astype(weight.dtype))), info
+
+    return facts._replace(use=use)
 
 
-def own_rows(rows: Any) -> Any:
-    """Rows as a replica counts them that trains alone: without data for nothing, whatever the others divide by."""
-    return rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
+def by_itself(replica: Replica, facts: Facts) -> Pieces:
+    """The pieces of a step of one replica, which sends nothing; its buffers are its own."""
+    plan = facts.plan
+    solo = replace(replica, options=replace(replica.options, broadcast_buffers=False))
+
+    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+        sums, kept = solo.local(lambda grads, tail: (grads, tail), state, pending, rows)  # type: ignore
+        return NOTHING, (add_replica_dim(sums), kept)
+
+    def unpacked(sums: Any) -> tuple[list[Any], Any]:
+        grads, tail = sums
+        return plan.treedef.flatten_up_to(grads), tail
+
+    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
+        sums, kept = kept
+        nothing = jnp.zeros(len(plan.messages), jnp.uint32)
+        return facts.use(state, solo.mean(plan, unpacked, state, drop_replica_dim(sums), kept, nothing)), shards  # type: ignore
+
+    return Pieces((Round("backward", ("state", "pending", "rows"), backward, (), "compute"),), finish)
 
 
 @dataclass(frozen=True)
 class Local:
     """Such a step, from one replica's point of view."""
 
-    steps: LocalSteps
     replica: Replica
-    plan: BucketPlan
-    update: Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
-    """The inner optimizer's."""
-    scalars: Any
-    """A dtype that holds loss, metrics, weights and buffers."""
-
-    def __post_init__(self) -> None:
-        for fragment in range(self.steps.fragments):
-            self._fragment(fragment)
+    inner: Pieces
+    """A step of an island, of a state with `Trains`."""
+    fragments: Sequence[Fragment]
 
     def together(self, pieces: Pieces) -> Pieces:
-        """A step that averages gradients, as it is without `local_steps`; its replicas stay equal."""
-        (one,) = pieces.rounds
-
-        def backward(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-            return one.run(own_view(state, shards), pending, rows)
+        """A step that averages the gradients of all replicas, of a state with `Trains`; they stay equal."""
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-            (new, info), _ = pieces.finish(own_view(state, shards), (), messages, kept, sent)
-            before: LocalState = _own(join(state, shards)).opt_state
-            return self._held(before._replace(shared=self.replica.trained(new.params)), (new, info, before.weight))
+            new, info = self._trained(pieces, state, shards, messages, kept, sent)
+            before = self._local(state, shards)
+            new = new._replace(opt_state=new.opt_state._replace(weight=before.weight))
+            return self._held(state, before._replace(shared=self.fragments[0].trained(new.params)), (new, info))
 
-        return Pieces((one._replace(reads=GIVEN, run=backward),), finish)
+        rounds = tuple(self._seen(one, lambda view: view, lambda rows: rows) for one in pieces.rounds)
+        return Pieces(rounds, finish, pieces.name)
 
     def alone(self) -> Pieces:
-        """A step of each replica for itself."""
-
-        def backward(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-            return Messages((), ((), None)), self._contributed(own_view(state, shards), pending, rows)
+        """A step of each island for itself."""
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-            return self._held(state.opt_state, self._trained(state, shards, kept))
+            trained = self._trained(self.inner, state, shards, messages, kept, sent)
+            return self._held(state, state.opt_state, trained)
 
-        return Pieces((Round("backward", GIVEN, backward, (), "compute"),), finish)
+        return Pieces(self._inner_rounds, finish, self.inner.name)
 
-    def sends(self, fragment: int) -> Pieces:
+    def sends(self, number: int) -> Pieces:
         """A step that synchronizes a fragment: as it was before the step if there is a delay, else as it is then."""
-        numbers, plan, sums = self._fragment(fragment)
+        return (
+            self._sends_before(self.fragments[number])
+            if self.steps.delay
+            else self._sends_after(self.fragments[number])
+        )
 
-        def backward(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
+    def _sends_after(self, fragment: Fragment) -> Pieces:
+        """Sends a fragment as it is at the step's end."""
+
+        def send(state: TrainState, pending: Any, shards: Any, rows: Any, came: Messages, kept: Any) -> tuple[Any, Any]:
+            trained = self._trained(self.inner, state, shards, came, kept, self._nothing)
+            new, _ = trained
+            return fragment.changed(state.opt_state, new, new.opt_state.weight, rows), add_replica_dim(trained)
+
+        def land(state: TrainState, shards: Any, kept: Any) -> Trained:
+            return drop_replica_dim(kept)
+
+        rounds = *self._inner_rounds, Round("send", GIVEN, send, fragment.sums)
+        return self._landing(fragment, _without_silent(rounds), land, lambda came, kept: (came, kept))
+
+    def _sends_before(self, fragment: Fragment) -> Pieces:
+        """Sends a fragment as it was before the step, beside its forward and backward pass."""
+        first, *others = self._inner_rounds
+        count = len(fragment.sums)
+
+        def begin(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
             view = own_view(state, shards)
-            kept = self._contributed(view, pending, rows)
-            if self.steps.delay:
-                weight = _own(join(state, shards)).opt_state.weight
-                return self._changed(plan, fragment, state.opt_state, (view, None, weight), rows), kept
-            trained = self._trained(state, shards, kept)
-            return self._changed(plan, fragment, state.opt_state, trained, rows), add_replica_dim(trained)
+            sent = fragment.changed(state.opt_state, view, view.opt_state.weight, rows)
+            messages, kept = first.run(state, pending, shards, rows, *nothing)
+            arrays = (*sent.arrays, *messages.arrays)
+            return replace(messages, arrays=arrays), (replace(sent, arrays=()), kept)
+
+        def came_first(came: Messages, kept: Any) -> tuple[Messages, Messages, Any]:
+            """The sums of the fragment, those of the island, and what was kept."""
+            sums, kept = kept
+            if sums.arrays:
+                return sums, came, kept
+            return replace(sums, arrays=came.arrays[:count]), replace(came, arrays=came.arrays[count:]), kept
+
+        def following(one: Round) -> Round:
+            def run(
+                state: TrainState, pending: Any, shards: Any, rows: Any, came: Messages, kept: Any
+            ) -> tuple[Messages, Any]:
+                sums, came, kept = came_first(came, kept)
+                messages, kept = one.run(state, pending, shards, rows, came, kept)
+                return messages, (sums, kept)
+
+            return one._replace(run=run)
+
+        def arrived(came: Messages, kept: Any) -> tuple[Messages, Any]:
+            sums, came, kept = came_first(came, kept)
+            return sums, (came, kept)
+
+        def land(state: TrainState, shards: Any, kept: Any) -> Trained:
+            came, kept = kept
+            return self._trained(self.inner, state, shards, came, kept, self._nothing)
+
+        begins = first._replace(run=begin, reductions=(*fragment.sums, *first.reductions))
+        return self._landing(fragment, (begins, *map(following, others)), land, arrived)
+
+    def _landing(
+        self,
+        fragment: Fragment,
+        rounds: Sequence[Round],
+        land: Callable[[TrainState, Any, Any], Trained],
+        arrived: Callable[[Messages, Any], tuple[Messages, Any]],
+    ) -> Pieces:
+        """Ends a step whose rounds have sent a fragment: the island puts its parts together, and goes on with them."""
+
+        def gather(
+            state: TrainState, pending: Any, shards: Any, rows: Any, came: Messages, kept: Any
+        ) -> tuple[Messages, Any]:
+            sums, kept = arrived(came, kept)
+            buckets, buffers = fragment.summed(sums)
+            return replace(NOTHING, arrays=tuple(buckets)), (add_replica_dim(buffers), kept)
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-            new, info, weight = self._trained(state, shards, kept) if self.steps.delay else drop_replica_dim(kept)
+            if fragment.parts > 1:
+                buffers, kept = kept
+                buckets, buffers = messages.arrays, drop_replica_dim(buffers)
+            else:
+                sums, kept = arrived(messages, kept)
+                buckets, buffers = fragment.summed(sums)
+            new, info = land(state, shards, kept)
+            weight = new.opt_state.weight
             # With a delay this step's own is not among what was sent.
-            left = weight - _own(join(state, shards)).opt_state.weight if self.steps.delay else jnp.zeros_like(weight)
-            local, new = self._landed(plan, fragment, state.opt_state, new, messages)
-            carried = by_bucket(plan, sent)
-            of_each = jnp.zeros(len(self.plan.messages), jnp.uint32).at[np.array(numbers)].add(carried[: len(numbers)])
-            info = info._replace(sent=of_each.at[-1].add(jnp.sum(carried[len(numbers) :], dtype=jnp.uint32)))
-            return self._held(local, (new, info, weight.at[fragment].set(left[fragment])))
+            left = weight - self._local(state, shards).weight if self.steps.delay else jnp.zeros_like(weight)
+            local, new = fragment.landed(state.opt_state, new, buckets, buffers)
+            weight = weight.at[fragment.number].set(left[fragment.number])
+            new = new._replace(opt_state=new.opt_state._replace(weight=weight))
+            told = info._replace(sent=info.sent + sent_by_bucket(pieces.reductions, sent, info.sent.size))
+            return self._held(state, local, (new, told))
 
-        return Pieces((Round("backward", GIVEN, backward, sums, "compute"),), finish)
-
-    def _contributed(self, view: TrainState, pending: Any, rows: Any) -> Any:
-        """Gradients and what goes with them; whether this replica still has data, where that may end."""
-        sums: Any
-        sums, kept = self._solo.local(lambda grads, tail: (grads, tail), view, pending, own_rows(rows))  # type: ignore
-        active = sums[1][1].weight > 0 if isinstance(rows, Joined) else None
-        return add_replica_dim((sums, active)), kept
-
-    def _trained(self, state: TrainState, shards: Any, kept: Any) -> Trained:
-        """A step of the inner optimizer."""
-        view = own_view(state, shards)
-        weight = _own(join(state, shards)).opt_state.weight
-        sums, active = drop_replica_dim(kept[0])
-        kept = kept[1]
-        nothing = jnp.zeros(len(self.plan.messages), jnp.uint32)
-        mean = self._solo.mean(self.plan, self._unpacked, view, sums, kept, nothing)  # type: ignore
-        new, info = self.update(view, mean)
-        if active is not None:
-            held = (new.params, new.opt_state, new.model_state), (view.params, view.opt_state, view.model_state)
-            params, opt_state, model_state = jax.tree.map(partial(jnp.where, active), *held)
-            new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
-        trained_on = sums[1][1].weight / scale_of(view.opt_state)
-        for passed_over in (info.skipped, skipped(new.opt_state, mean.grads)):
-            trained_on = trained_on if passed_over is None else jnp.where(passed_over, 0, trained_on)
-        return new, info, weight + trained_on.astype(weight.dtype)
-
-    def _unpacked(self, sums: Any) -> tuple[list[Any], Any]:
-        grads, tail = sums
-        return self.plan.treedef.flatten_up_to(grads), tail
-
-    def _changed(self, plan: BucketPlan, fragment: int, local: LocalState, trained: Trained, rows: Any) -> Messages:
-        """Messages of a fragment: the weighted pseudo-gradient (shared − local) and this replica's buffers."""
-        view, _, weights = trained
-        weight = weights[fragment]
-        travels = self._travels(plan)
-        changes = jax.tree.map(
-            lambda goes, old, new: (weight * (old - new)).astype(at_least(old.dtype, RANGE)) if goes else None,
-            travels,
-            local.shared,
-            self.replica.trained(view.params),
-        )
-        buffers, _ = average().send(self.replica.group.communicator, self._buffers(fragment, view.model_state), rows)
-        return add_tail(plan, pack(plan, changes), (weight, buffers))
-
-    def _landed(
-        self, plan: BucketPlan, fragment: int, local: LocalState, own: TrainState, messages: Messages
-    ) -> tuple[LocalState, TrainState]:
-        """A step of the outer optimizer, and with what this replica goes on."""
-        buckets, (weight, buffers) = take_tail(plan, messages)
-        weight = jnp.where(weight == 0, 1, weight)
-        travels = self._travels(plan)
-        came = iter(x for x in plan.treedef.flatten_up_to(unpack(plan, buckets)) if x is not None)
-        grads = jax.tree.map(
-            lambda goes, x: (next(came) / weight).astype(x.dtype) if goes else jnp.zeros_like(x), travels, local.shared
-        )
-        shared, outer = update(self.steps.outer, grads, local.outer, local.shared, travels)
-        mixed = jax.tree.map(
-            lambda goes, old, new: new + self.steps.mix * (old - new) if goes else old,
-            travels,
-            self.replica.trained(own.params),
-            shared,
-        )
-        own = own._replace(params=with_trained(own.params, mixed))
-        before = self._buffers(fragment, own.model_state)
-        landed = average().land(self.replica.group.communicator, before, buffers, None)
-        own = own if landed is None else own._replace(model_state=landed)
-        return local._replace(shared=shared, outer=outer), own
-
-    def _travels(self, plan: BucketPlan) -> Any:
-        """A tree like the trained parameters: 1 for those in a plan, 0 for others."""
-        inside = {i for bucket in plan.buckets for i in bucket.leaves}
-        chosen = self.replica.chosen(plan.treedef.unflatten(plan.leaves))
-        return plan.treedef.unflatten([int(i in inside) if i in chosen else None for i in range(len(plan.leaves))])
-
-    def _held(self, local: LocalState, trained: Trained) -> tuple[Any, Any]:
-        """The step's result, with what is each replica's own apart."""
-        own, info, weight = trained
-        copy = partial(copy_of, self.replica.group.copy_ranks)
-        held = (self.replica.trained(own.params), own.opt_state, weight, own.model_state)
-        params, inner, weight, buffers = jax.tree.map(copy, held)
-        state = own._replace(params=with_trained(own.params, params), model_state=buffers)
-        return take_apart((state._replace(opt_state=local._replace(inner=inner, weight=weight)), info))
-
-    def _fragment(self, fragment: int) -> tuple[list[int], BucketPlan, tuple[Reduction, ...]]:
-        """Numbers of a fragment's buckets, a plan of them alone, and how they are summed."""
-        count = len(self.plan.buckets)
-        ends = [0, *accumulate(bucket.nbytes for bucket in self.plan.buckets)]
-        if count < self.steps.fragments:
-            raise ValueError(
-                f"local_steps cannot make {self.steps.fragments} fragments of {count} "
-                f"bucket{'s' * (count > 1)}: give fewer fragments, or a smaller bucket_cap_mb."
-            )
-        # Each begins where its share of the bytes does, and has a bucket at least.
-        begins = [0]
-        for k in range(1, self.steps.fragments):
-            nearest = min(range(count), key=lambda at: abs(ends[at] - k * ends[-1] / self.steps.fragments))
-            begins.append(min(max(nearest, begins[-1] + 1), count - self.steps.fragments + k))
-        numbers = list(range(begins[fragment], [*begins, count][fragment + 1]))
-        hook = self.replica.options.hook
-        plan = widened(replace(self.plan, buckets=tuple(self.plan.buckets[k] for k in numbers)), RANGE)
-        plan = place_scalars(plan, self.scalars, exact=hook is None)
-        names = [f"bucket {k}" for k in numbers]
-        sums = [
-            one if message.bucket is None else one._replace(name=names[message.bucket])
-            for message, one in zip(plan.messages, reductions(plan, hook, None))
-        ]
-        return numbers, plan, tuple(sums)
-
-    def _buffers(self, fragment: int, model_state: Any) -> Any:
-        """Buffers go with the first fragment."""
-        return model_state if fragment == 0 else None
+        more = (Round("gather", GIVEN, gather, fragment.gathers),) if fragment.parts > 1 else ()
+        pieces = Pieces((*rounds, *more), finish, self.inner.name)
+        return pieces
 
     @property
-    def _solo(self) -> Replica:
-        """This replica, whose buffers are its own."""
-        return replace(self.replica, options=replace(self.replica.options, broadcast_buffers=False))
+    def steps(self) -> LocalSteps:
+        return self.fragments[0].steps
+
+    @property
+    def _nothing(self) -> Any:
+        """The bytes of an island's messages, where they are told later."""
+        return jnp.zeros(len(self.inner.reductions), jnp.uint32)
+
+    @property
+    def _inner_rounds(self) -> tuple[Round, ...]:
+        """The rounds of an island, which are for its own replicas."""
+        group = self.replica.group
+        several = self.fragments[0].parts > 1
+
+        def among_its_own(one: Round) -> Round:
+            return one._replace(reductions=tuple(x._replace(level="node") for x in one.reductions))
+
+        def keys(view: TrainState) -> TrainState:
+            return view._replace(rng=keys_of_island(group, view.rng)) if several else view
+
+        return tuple(among_its_own(self._seen(one, keys, own_rows)) for one in self.inner.rounds)
+
+    def _seen(self, one: Round, seen: Callable[[TrainState], TrainState], counted: Callable[[Any], Any]) -> Round:
+        """A round of a state as one replica sees it, made one of the state as a step is given it."""
+
+        def run(state: TrainState, pending: Any, shards: Any, rows: Any, *came: Any) -> tuple[Messages, Any]:
+            view, own = take_apart(seen(own_view(state, shards)))
+            given = {"state": view, "pending": pending, "shards": own, "rows": counted(rows)}
+            return one.run(*(given[word] for word in one.reads), *came)
+
+        return one._replace(reads=GIVEN, run=run)
+
+    def _trained(
+        self, pieces: Pieces, state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any
+    ) -> Trained:
+        """A step of the inner optimizer."""
+        view, own = take_apart(own_view(state, shards))
+        (new, info), own = pieces.finish(view, own, messages, kept, sent)
+        return join(new, own), info
+
+    def _local(self, state: TrainState, shards: Any) -> LocalState:
+        return own_copies(join(state, shards)).opt_state
+
+    def _held(self, before: TrainState, local: LocalState, trained: Trained) -> tuple[Any, Any]:
+        """The step's result, with what is each replica's own apart."""
+        own, info = trained
+        copy = partial(copy_of, self.replica.group.copy_ranks)
+        held = (self.fragments[0].trained(own.params), own.opt_state, own.model_state)
+        params, of_island, buffers = jax.tree.map(lambda x: x if is_shard(x) else copy(x), held, is_leaf=is_shard)
+        opt_state = local._replace(inner=of_island.opt_state, weight=of_island.weight)
+        params = with_trained(own.params, params)
+        state = own._replace(params=params, model_state=buffers, opt_state=opt_state, rng=before.rng)
+        return take_apart((state, info))
 
 
-def _own(held: Any) -> Any:
-    """A replica's own arrays in place of copies, the rest as it is."""
-    return jax.tree.map(lambda x: x.parts.reshape(x.shape) if is_shard(x) else x, held, is_leaf=is_shard)
+def _without_silent(rounds: Sequence[Round]) -> list[Round]:
+    """Makes a round that sends nothing a part of the next one."""
+    first, *others = rounds
+    if not others:
+        return [first]
+    if first.reductions:
+        return [first, *_without_silent(others)]
+    second, *others = others
+
+    def run(*given: Any) -> tuple[Messages, Any]:
+        return second.run(*given[: len(GIVEN)], *first.run(*given))
+
+    return _without_silent([first._replace(run=run, reductions=second.reductions), *others])

@@ -1,5 +1,6 @@
 """The way of replicas that train alone, and its runner: the step's number says which kind of step is due."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -8,41 +9,50 @@ import jax.numpy as jnp
 
 from fddp.buckets import scalar_dtype
 from fddp.comm import Group, nothing_to_compare, verify
-from fddp.local_training.local_pieces import Local, own_rows, own_view
-from fddp.losses import Pending, Sums
+from fddp.local_training.fragments import Fragment
+from fddp.local_training.inside import hold, inside, keys_of_island, own_rows, own_view, whole_view
+from fddp.local_training.local_pieces import Local, by_itself, counted
+from fddp.losses import Joined, Pending, Sums
 from fddp.optim import LocalState, LocalSteps, Met
 from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
-from fddp.step import LOCAL, WHOLE, Copy, Cut, Facts, Held, Replica, TrainState, Way, whole_pieces
+from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, Replica, TrainState, Way
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
 
 
-def alone(steps: LocalSteps) -> Way:
+def alone(steps: LocalSteps, inner: Way) -> Way:
     """Makes the way.
 
     Args:
       steps: the optimizer, made by `fddp.local_steps`.
+      inner: the way in which the replicas of an island hold a state.
 
     Returns:
       The way.
     """
-    return WHOLE._replace(
+    return inner._replace(
         name=LOCAL,
+        more=(ALONE if steps.island == 1 else ISLANDS,),
         described=repr(steps),
-        hold=_hold,
+        check=partial(_check, steps, inner),
+        hold=partial(hold, inner),
         seen=_seen,
-        accumulate=_accumulate,
-        runner=partial(_runner, steps),
+        gathered=WHOLE.gathered,
+        accumulate=partial(_accumulate, steps, inner),
+        runner=partial(_runner, steps, inner),
         apart=True,
         table_rows=False,
         slices=False,
     )
 
 
-def _hold(replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
-    """Copies all that replicas change while they train alone."""
-    held = opt_state._replace(inner=jax.tree.map(copy, opt_state.inner), weight=copy(opt_state.weight))
-    return jax.tree.map(copy, trained), held, jax.tree.map(copy, model_state)
+def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: Any) -> str:
+    if steps.start and replica.options.shard == "state":
+        raise ValueError(
+            f"local_steps: start={steps.start} cannot go with shard='state', as the parameters that islands begin with "
+            "are whole: give shard='optimizer', or start=0."
+        )
+    return inner.check(replace(replica, way=inner), optimizer.inner, params)
 
 
 def _seen(replica: Replica, state: TrainState) -> TrainState:
@@ -55,16 +65,32 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
 
 
 def _accumulate(
-    replica: Replica, state: TrainState, shards: Any, pending: Pending | None, rows: Any
+    steps: LocalSteps,
+    inner: Way,
+    replica: Replica,
+    state: TrainState,
+    shards: Any,
+    pending: Pending | None,
+    rows: Any,
 ) -> tuple[Pending, Sums]:
-    return replica.accumulate(own_view(state, shards), pending, own_rows(rows))
+    view = own_view(state, shards)
+    if steps.replicas(replica.group.parts) == 1 and not inner.apart:
+        return replica.accumulate(view, pending, own_rows(rows))
+    view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
+    return inside(replica, inner).accumulate(view, pending, own_rows(rows))
 
 
-def _runner(steps: LocalSteps, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+def _runner(steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
     weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
     scalars = scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))
-    local = Local(steps, replica, facts.plan, facts.use, scalars)
-    return local_runner(schedule, local, replica.group, whole_pieces(replica, facts), replica.options.donate)
+    fragments = [Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)]
+    for fragment in fragments:
+        fragment.check()
+    counts = counted(facts, isinstance(facts.batch, Joined))
+    one = fragments[0].parts == 1 and not inner.apart
+    island = by_itself(replica, counts) if one else inner.pieces(inside(replica, inner), counts)
+    together = inner.pieces(replace(replica, way=inner), counts)
+    return local_runner(schedule, Local(replica, island, fragments), replica.group, together, replica.options.donate)
 
 
 class Latest(NamedTuple):

@@ -12,7 +12,7 @@ for islands that do not wait what `quorum.py` names.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import optax
@@ -68,13 +68,19 @@ class LocalSteps:
     mix: float
     quorum: Quorum | None = None
     """The rule of islands that do not wait for each other; None: all wait."""
+    island: int | Literal["node"] = 1
 
     def __repr__(self) -> str:
         """Names functions by their names, so that the text is equal on ranks that were given the same options."""
         every = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
-        rest = ", ".join(f"{name}={getattr(self, name)}" for name in ("start", "fragments", "delay", "mix"))
+        names = ("start", "fragments", "delay", "mix", "island")
+        rest = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         quorum = f", {self.quorum}" if self.quorum else ""
         return f"LocalSteps(every={every}, {rest}{quorum})"
+
+    def replicas(self, local: int) -> int:
+        """Finds the number of replicas of an island, given that of a node."""
+        return 1 if self.island == 1 else local
 
     def among(self, islands: int) -> "LocalSteps":
         """Drops the quorum where all of so many islands wait for each other anyway; refuses one of more than all."""
@@ -139,6 +145,7 @@ def local_steps(
     fragments: int = 1,
     delay: int = 0,
     mix: float = 0.0,
+    island: int | Literal["node"] = 1,
     quorum: int | None = None,
     grace_s: float = 0.0,
     max_staleness: int | None = None,
@@ -165,6 +172,9 @@ def local_steps(
         its forward and backward pass, and uses the sum at its end; its own change then counts as part of the replica's
         own parameters (`mix`).
       mix: share of its own parameters that a replica keeps when new ones come, 0 (none) to 1.
+      island: replicas that train together, as without `local_steps`: so many, one behind the other, or "node": those of
+        each node of `group.hierarchical`. What is said here of a replica holds for an island then. Between islands each
+        of its replicas sends a part of the pseudo-gradient to those of the same place.
       quorum: number of islands (processes) whose pseudo-gradients make a step of the outer optimizer. The others are
         not waited for: theirs go into a later step. This gives up DDP's promise, the mathematics of one replica; see
         docs/asynchronous.md. None, or all: every island waits for all others. 1, with `every=1`: the asynchronous
@@ -202,6 +212,8 @@ def local_steps(
             raise TypeError(f"local_steps: {name} is one of local_steps itself; give the optimizer inside of it.")
     if not callable(every):
         check_whole("every", every, 1)
+    if island != "node":
+        check_whole("island", island, 1)
     check_whole("start", start, 0)
     check_whole("fragments", fragments, 1)
     if delay not in (0, 1) or isinstance(delay, bool):
@@ -224,4 +236,6 @@ def local_steps(
             f"islands with a quorum train alone from the first step on and send all of their parameters at once: give "
             f"no start, fragments or delay with quorum; got {start=}, {fragments=}, {delay=}."
         )
-    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, rule)
+    if rule and island != 1:
+        raise ValueError(f"islands with a quorum are of one replica each, so far: leave island out, got {island=}.")
+    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, rule, island)

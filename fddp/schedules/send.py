@@ -49,7 +49,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             total, mine, sent = summed(group.communicator, reduction, None, message, drop_replica_dim(mine))
             return total, add_replica_dim(mine), sent, all_finite(total)
 
-        back = own if reduction.collective == "reduce_scatter" else REPLICATED
+        back = own if reduction.among_some or reduction.collective == "reduce_scatter" else REPLICATED
         # The memory is not donated: `remembered` may still want it.
         return group.placement.program(run, (own, own), (back, own, REPLICATED, REPLICATED))
 
@@ -96,6 +96,15 @@ def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[Array, " messages"]:
     """The bytes that each replica sent for each message, as an argument of a program; at most 2³² − 1 are told."""
     nbytes = jax.device_get([send.nbytes for send in sends])
     return group.placement.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), REPLICATED)
+
+
+def sent_by_bucket(reductions: Sequence[Reduction], sent: Array, count: int) -> UInt32[Array, " count"]:
+    """The bytes of each of so many buckets, in whatever messages they travel; the last number counts all else, too."""
+    total = jnp.zeros(count, jnp.uint32)
+    for one, nbytes in zip(reductions, sent):
+        at = count - 1 if one.bucket is None else one.bucket
+        total = total.at[at].add(jnp.minimum(nbytes, jnp.uint32(MOST) - total[at]))
+    return total
 
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:

@@ -137,7 +137,7 @@ def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communica
     firsts = np.cumsum([0, *map(len, rounds)]).tolist()
 
     def tasks(first: int, some: Sequence[Reduction]) -> list[Communicate]:
-        backs = [Value(BACK[one.collective], k) for k, one in enumerate(some, first)]
+        backs = [Value("part" if one.among_some else BACK[one.collective], k) for k, one in enumerate(some, first)]
 
         def task(k: int, one: Reduction) -> Communicate:
             asked = () if one.asks is None else (backs[one.asks.message],)

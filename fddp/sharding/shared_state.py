@@ -14,7 +14,7 @@ from fddp.buckets import is_shard
 from fddp.comm import REPLICATED, Group
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import divided, kinds_of_state
-from fddp.schedules import Runner, Schedule
+from fddp.schedules import Pieces
 from fddp.sharding.gathered_twice import gathered_twice
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
@@ -37,7 +37,7 @@ def sharded(shared: Shared, again: bool) -> Way:
         check=partial(_check, shared),
         hold=partial(_hold, shared),
         gathered=_gathered,
-        runner=partial(_runner, shared, again),
+        pieces=partial(_pieces, shared, again),
         apart=True,
         scattered=True,
         sums=False,
@@ -103,13 +103,11 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
     return replicated._replace(params=group.placement.place(params, REPLICATED))
 
 
-def _runner(shared: Shared, again: bool, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+def _pieces(shared: Shared, again: bool, replica: Replica, facts: Facts) -> Pieces:
     if shared == "optimizer":
-        pieces = gathered_last(replica, facts.plan, facts.use)
-    elif again:
-        pieces = gathered_twice(replica, facts.plan, facts.use)
-    else:
-        first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
-        order = sorted(range(len(first)), key=first.__getitem__)
-        pieces = gathered_first(replica, facts.plan, order, facts.use)
-    return schedule(replica.group, pieces, replica.options.donate)
+        return gathered_last(replica, facts.plan, facts.use)
+    if again:
+        return gathered_twice(replica, facts.plan, facts.use)
+    first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
+    order = sorted(range(len(first)), key=first.__getitem__)
+    return gathered_first(replica, facts.plan, order, facts.use)

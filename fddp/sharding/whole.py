@@ -110,35 +110,46 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
 
 
 def _joined(parts: Sequence[jax.Array], forms: Sequence[Form]) -> list[jax.Array]:
-    return [_mean(x, form.shape) if form.copies else _of_first_node(x, form) for x, form in zip(parts, forms)]
+    return [_mean(x, form) if form.copies else _of_first_node(x, form) for x, form in zip(parts, forms)]
 
 
 def _of_first_node(parts: jax.Array, form: Form) -> jax.Array:
     """An array of its parts, of which every node has all."""
-    if form.nodes is None:
-        return of_rows(parts, form.shape, form.depth)
-    rows = parts.reshape(sum(map(len, form.nodes)), -1, parts.shape[-1] if form.depth > 1 else 1)
-    return of_rows(rows[np.array(form.nodes[0])].reshape(-1, *parts.shape[1:]), form.shape, form.depth)
+    return of_rows(parts, form.shape, form.depth) if form.nodes is None else _of_nodes(parts, form)[0]
 
 
-def _mean(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _of_nodes(parts: jax.Array, form: Form) -> jax.Array:
+    """The array as each node has it, along a first dim."""
+    nodes = np.array(form.nodes)
+    width = parts.shape[-1] if form.depth > 1 else 1
+    rows = parts.reshape(nodes.size, -1, width)[nodes]
+    rows = rows.reshape(len(nodes), -1, *((width,) if form.depth > 1 else ()))
+    return jax.vmap(partial(of_rows, shape=form.shape, depth=form.depth))(rows)
+
+
+def _mean(parts: jax.Array, form: Form) -> jax.Array:
     """The mean of copies; of whole numbers the first copy."""
-    size = prod(shape)
-    each = parts.reshape(parts.size // size, *shape) if size else jnp.zeros((1, *shape), parts.dtype)
+    size = prod(form.shape)
+    if form.nodes is not None:
+        each = _of_nodes(parts, form)
+    else:
+        each = parts.reshape(parts.size // size, *form.shape) if size else jnp.zeros((1, *form.shape), parts.dtype)
     return jnp.mean(each, axis=0).astype(each.dtype) if jnp.issubdtype(each.dtype, jnp.inexact) else each[0]
 
 
 @cache
 def _gathering(mesh: Any, axis: str, forms: tuple[Form, ...]) -> Any:
     """A program for each mesh and form, not for each call."""
-    if all(form.nodes is None for form in forms):
+    if all(form.nodes is None or form.copies for form in forms):
         return jax.jit(partial(_joined, forms=forms), out_shardings=NamedSharding(mesh, REPLICATED))
 
     def inside_of_nodes(parts: Sequence[jax.Array]) -> list[jax.Array]:
         def gathered(x: jax.Array, form: Form) -> jax.Array:
-            return jax.lax.all_gather(x, axis, axis_index_groups=form.nodes, tiled=True) if x.size else x
+            among = None if form.copies else form.nodes
+            return jax.lax.all_gather(x, axis, axis_index_groups=among, tiled=True) if x.size else x
 
-        return _joined([*map(gathered, parts, forms)], [form._replace(nodes=None) for form in forms])
+        rest = [form if form.copies else form._replace(nodes=None) for form in forms]
+        return _joined([*map(gathered, parts, forms)], rest)
 
     own = PartitionSpec(axis)
     return jax.jit(jax.shard_map(inside_of_nodes, mesh=mesh, in_specs=own, out_specs=REPLICATED, check_vma=False))

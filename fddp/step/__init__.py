@@ -9,6 +9,8 @@ from fddp.step.checks import check_filled as check_filled
 from fddp.step.checks import check_no_sync as check_no_sync
 from fddp.step.checks import check_rows as check_rows
 from fddp.step.checks import refuse_transformations as refuse_transformations
+from fddp.step.combinations import ALONE as ALONE
+from fddp.step.combinations import ISLANDS as ISLANDS
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import QUORUM as QUORUM

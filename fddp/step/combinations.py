@@ -10,6 +10,8 @@ AXES = "a replica of several devices"
 FUNCTION = "a function in place of parameters"
 LOCAL = "fddp.local_steps"
 QUORUM = "local_steps(quorum=)"
+ALONE = "fddp.local_steps without island"
+ISLANDS = "fddp.local_steps with island"
 LOOKAHEAD = "optax.lookahead"
 MEMORY = "a hook with a memory"
 COLLECTIVES = "collectives in the loss"
@@ -55,7 +57,18 @@ PAIRS = (
         "give arrays that are made there, `jax.jit(make, out_shardings=...)()`",
     ),
     # local steps
-    Pair(LOCAL, "shard", "each replica trains alone with a whole state of its own", "leave shard out"),
+    Pair(
+        ALONE,
+        "shard",
+        "each replica trains alone with a whole state of its own",
+        "give local_steps islands of several replicas",
+    ),
+    Pair(
+        ISLANDS,
+        "schedule='eager'",
+        "an island's update is followed by sums between islands",
+        "give schedule='staged' or 'fused'",
+    ),
     Pair(
         LOCAL,
         "skip_all_reduce_unused_params",

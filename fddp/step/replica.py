@@ -76,7 +76,7 @@ class Replica:
         """The features that its step has, by their names in `combinations`, and how each was given."""
         axes = ", ".join(map(repr, self.group.placement.other_axes))
         asked = self.options.asked | ({AXES: f"{AXES}, along {axes}"} if axes else {})
-        return asked | {self.way.name: self.way.name}
+        return asked | {name: name for name in (self.way.name, *self.way.more)}
 
     def local(self, pack: Pack, state: TrainState, pending: Pending | None, rows: Any) -> tuple[Messages, Any]:
         """Makes the messages of this replica, and what it keeps for itself."""
@@ -130,7 +130,9 @@ class Replica:
         model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, kept)
         used = None if used is None else _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
-        return Mean(grads, means.loss, means.aux, model_state, by_bucket(plan, sent), used, drop_replica_dim(broken))
+        broken = drop_replica_dim(broken)
+        sent = by_bucket(plan, sent)
+        return Mean(grads, means.loss, means.aux, model_state, sent, used, broken, sums.weight)
 
     def plan(
         self,

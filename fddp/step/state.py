@@ -158,3 +158,5 @@ class Mean(NamedTuple):
     """A tree like the parameters: how many replicas used each leaf. None where nobody asks."""
     broken: Bool[Array, " leaves"] | None = None
     """Marks the trained leaves whose gradients are not finite on this very replica. None where nobody asks."""
+    weight: Float[Array, ""] | float = 0.0
+    """Σ w, by which they were divided."""

@@ -55,6 +55,8 @@ class Way(NamedTuple):
 
     name: str
     """The words with which the user asked for it; "" for the plain way."""
+    more: tuple[str, ...]
+    """Further features of what the user asked for, by their names in `combinations`."""
     described: str
     """More of what the user asked for, to be compared on all ranks."""
 
@@ -74,6 +76,8 @@ class Way(NamedTuple):
     """(replica, state, shards, pending, rows) → everything pending, and these rows' own means; inside a program."""
     one: Callable[["Replica"], "Replica"]
     """The replica whose gradients a program computes."""
+    pieces: Callable[["Replica", Facts], Pieces]
+    """(replica, facts) → the pieces of a step."""
     runner: Callable[[Schedule, "Replica", Facts], Runner]
     """(schedule, replica, facts) → what runs a step."""
 
@@ -163,11 +167,12 @@ def _accumulate(
 
 
 def _runner(schedule: Schedule, replica: "Replica", facts: Facts) -> Runner:
-    return schedule(replica.group, whole_pieces(replica, facts), replica.options.donate)
+    return schedule(replica.group, replica.way.pieces(replica, facts), replica.options.donate)
 
 
 WHOLE = Way(
     name="",
+    more=(),
     described="",
     check=_check,
     check_batch=_check_batch,
@@ -176,6 +181,7 @@ WHOLE = Way(
     gathered=_gathered,
     accumulate=_accumulate,
     one=lambda replica: replica,
+    pieces=whole_pieces,
     runner=_runner,
     schedule=fused,
     replicas=None,

@@ -70,8 +70,36 @@ def train_step(
     inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
     objective = make_objective(loss_fn, has_aux=has_aux)
     way = way_of(settings, optimizer)
-    replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
+    replica = Replica(objective, in_islands(group, optimizer), settings, way, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))
+
+
+def in_islands(group: Group, optimizer: Optimizer) -> Group:
+    """Makes nodes of the islands of local steps; every process calls it.
+
+    Args:
+      group: the replicas.
+      optimizer: of the step.
+
+    Returns:
+      The group, whose nodes are the islands; where each replica is one, as it is.
+
+    Raises:
+      ValueError: the group has no nodes, or others than the islands that were asked for.
+    """
+    island = optimizer.island if isinstance(optimizer, LocalSteps) else 1
+    if island == 1 or island == group.local:
+        return group
+    if island == "node":
+        if group.nodes is None:
+            raise ValueError("local_steps: island='node' needs a group with nodes: give the step group.hierarchical().")
+        return group
+    if group.nodes is not None:
+        raise ValueError(
+            f"local_steps: island={island}, and the nodes of this group have {group.local} replicas: give "
+            "island='node', or the plain group."
+        )
+    return group.hierarchical(island)
 
 
 def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
@@ -85,7 +113,9 @@ def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
       The way. Options that do not go with it are refused where the step is made of both.
     """
     if isinstance(optimizer, LocalSteps):
-        return islands(optimizer, partial(join_keeper, optimizer)) if optimizer.quorum else alone(optimizer)
+        if optimizer.quorum:
+            return islands(optimizer, partial(join_keeper, optimizer))
+        return alone(optimizer, way_of(options))
     if options.virtual_replicas:
         return virtual(options.virtual_replicas)
     if options.shard:

@@ -27,7 +27,7 @@ WAYS = (
 @claim(sizes=(4,))
 def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
-    mine = batch.reshape(group.size, -1, 3)[group.rank]
+    mine = np.split(batch, group.processes)[group.rank]
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
     expected = jax.tree.map(jnp.asarray, PARAMS)
     opt_state = optimizer.init(expected)
@@ -39,8 +39,10 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
         options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
         step = fddp.train_step(layer, optimizer, group=nodes, reshard_after_forward=again, **options)
         state = step.init(PARAMS)
+        loss = None
         for _ in range(3):
             state, info = step(state, mine)
+            loss = jax.device_get(info.loss)
         held = state.opt_state[1][0].mu["w"]
         assert held.parts.addressable_shards[0].data.shape == (8,), "half of 15 numbers"
         whole = fddp.whole(state, group=nodes)
@@ -48,13 +50,13 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
             jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
         ):
             np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
-        assert same_on_all_ranks(group, (whole.params, whole.opt_state, jax.device_get(info.loss)))
+        assert same_on_all_ranks(group, (whole.params, whole.opt_state, loss))
 
 
 @claim(sizes=(4,), quick=("mpi",))
 def a_state_in_shards_of_nodes_is_written_once_and_goes_on_elsewhere(group: fddp.Group):
     folder = Path(group.broadcast_object(mkdtemp()))
-    mine = np.sin(np.arange(12, dtype=np.float32) + group.rank).reshape(-1, 3)
+    mine = np.sin(np.arange(12, dtype=np.float32) + group.rank).reshape(4, 3)
     step = fddp.train_step(layer, optax.adam(0.05), group=group.hierarchical(local=2), shard="state")
     state, _ = step(step.init(PARAMS), mine)
     with fddp.Checkpoints(folder, step) as checkpoints:
@@ -65,3 +67,39 @@ def a_state_in_shards_of_nodes_is_written_once_and_goes_on_elsewhere(group: fddp
     for got, wanted in zip(jax.tree.leaves(fddp.whole(back)), jax.tree.leaves(fddp.whole(state)), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
     other(back, mine)
+
+
+@claim(sizes=(4,))
+def islands_of_two_train_together_inside_and_synchronize_now_and_then(group: fddp.Group):
+    batches = np.sin(np.arange(5 * 12 * group.size, dtype=np.float32)).reshape(5, -1, 3)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    expected = by_hand(batches, optax.adam(0.05), outer)
+    ways: Any = (("fused", None), ("staged", None), ("staged", "optimizer"), ("fused", "state"), ("staged", "state"))
+    for schedule, shard in ways:
+        optimizer = fddp.local_steps(optax.adam(0.05), outer=outer, every=2, island=2)
+        step = fddp.train_step(layer, optimizer, group=group, schedule=schedule, shard=shard, bucket_cap_mb=0)
+        state = step.init(PARAMS)
+        for batch in batches:
+            state, _ = step(state, np.split(batch, group.processes)[group.rank])
+        whole = fddp.whole(state, group=group)
+        for got, wanted in zip(jax.tree.leaves(whole.params), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
+        assert same_on_all_ranks(group, whole.params)
+
+
+def by_hand(batches: np.ndarray, inner: Any, outer: Any) -> Any:
+    """The mean of two islands that train alone, each on its half of the rows, and meet in every second step."""
+    shared = jax.tree.map(jnp.asarray, PARAMS)
+    islands = [shared, shared]
+    states = [inner.init(shared)] * 2
+    outside = outer.init(shared)
+    for number, batch in enumerate(batches, start=1):
+        for k, rows in enumerate(np.split(batch, 2)):
+            updates, states[k] = inner.update(jax.grad(layer)(islands[k], rows), states[k], islands[k])
+            islands[k] = optax.apply_updates(islands[k], updates)
+        if number % 2 == 0:
+            change = jax.tree.map(lambda old, a, b: old - (a + b) / 2, shared, *islands)
+            updates, outside = outer.update(change, outside, shared)
+            shared = optax.apply_updates(shared, updates)
+            islands = [shared, shared]
+    return jax.tree.map(lambda a, b: (a + b) / 2, *islands)

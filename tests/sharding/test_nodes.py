@@ -26,7 +26,7 @@ PARAMS = {
     "b": DRAW.normal(size=7),
     "stack": DRAW.normal(size=(3, 7, 37)),
     "s": np.float64(0.5),
-    "empty": np.zeros((0, 2)),
+    "empty": np.zeros(0),
 }
 ROWS = DRAW.normal(size=(48, 3))
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,8 @@ def plain(optimizer: Any, steps: int) -> Any:
 
 
 def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tuple[Any, Any, Any]:
-    step = fddp.train_step(loss_fn, optimizer, group=group, **{"bucket_cap_mb": 0, **options})
+    options = {"bucket_cap_mb": 0, **options}
+    step = fddp.train_step(loss_fn, optimizer, group=group, **options)
     state = step.init(PARAMS)
     info = None
     for k in range(steps):

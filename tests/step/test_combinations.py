@@ -13,9 +13,11 @@ import pytest
 import fddp
 from fddp import hooks
 from fddp.step.combinations import (
+    ALONE,
     AXES,
     COLLECTIVES,
     FUNCTION,
+    ISLANDS,
     LOCAL,
     LOOKAHEAD,
     MEMORY,
@@ -68,7 +70,8 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
         fddp.value_and_grad(loss, group=replicas, **options)(W, X)
         return
     inner = optax.lookahead(optax.sgd(0.1), 2, 0.5) if LOOKAHEAD in features else optax.adam(0.1)
-    optimizer = fddp.local_steps(inner, every=2) if LOCAL in features else inner
+    local = {LOCAL, ALONE, ISLANDS} & {*features}
+    optimizer = fddp.local_steps(inner, every=2, island=2 if ISLANDS in local else 1) if local else inner
     optimizer = fddp.local_steps(inner, quorum=1) if QUORUM in features else optimizer
     if "fddp.tune" in features:
         fddp.tune(loss, optax.sgd(0.1), W, X, group=group(1), **options)

@@ -224,9 +224,11 @@ def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[Trai
       The step, which can be lowered; the forms of state and batch.
 
     Raises:
+      ValueError: the replicas of the step are in nodes, and those of the target cannot be in nodes of as many.
       RuntimeError: the compiler for the target is not installed.
     """
-    step = step.on(target.group())
+    nodes = step.group.local
+    step = step.on(target.group() if nodes is None else target.group().hierarchical(nodes))
     state, batch = jax.tree.map(_shape, (state, batch))
     state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)
     return step, state, batch
