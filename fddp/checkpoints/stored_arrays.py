@@ -57,6 +57,7 @@ def write(folder: Path, portions: Iterable[Portion]) -> None:
     """
     import tensorstore as ts
 
+    folder.mkdir(parents=True, exist_ok=True)  # a process may have nothing to write, as another node writes it
     context = _context()
     # What is written in one transaction is one file.
     transaction = ts.Transaction()
