@@ -492,7 +492,7 @@ def test_a_transfer_that_is_asked_for_passes_the_guard():
 
 
 def test_xla_knows_the_options_that_it_is_given():
-    for options in (internals.OVERLAP_OPTIONS, internals.PIPELINED_SUMS):
+    for options in (internals.OVERLAP_OPTIONS, internals.PIPELINED_ROUNDS):
         assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
 
 

@@ -148,6 +148,8 @@ def plan_of_parts(plan: BucketPlan) -> BucketPlan:
 def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
     """Lays whole leaves into buckets, the parts of each replica behind those of the replica before it.
 
+    A bucket that is summed in rounds is laid so round by round.
+
     Args:
       of_parts: the plan from `plan_of_parts`.
       replicas: number of replicas.
@@ -158,21 +160,27 @@ def pack_rows(of_parts: BucketPlan, replicas: int, tree: Any) -> tuple[Shaped[Ar
     """
     leaves = of_parts.treedef.flatten_up_to(tree)
 
-    def rows(bucket: Bucket) -> list[Array]:
-        parts = zip(bucket.leaves, of_parts.travelling(bucket))
-        return [as_rows(taken(leaves[i], bucket), replicas, prod(part.shape[:-1])) for i, part in parts]
+    def packed(bucket: Bucket) -> Array:
+        layers = [prod(part.shape[:-1]) // bucket.rounds for part in of_parts.travelling(bucket)]
+        whole = [taken(leaves[i], bucket) for i in bucket.leaves]
 
-    return tuple(jax.vmap(partial(joined, dtype=bucket.dtype))(rows(bucket)).reshape(-1) for bucket in of_parts.buckets)
+        def one(*arrays: Array) -> Array:
+            rows = [as_rows(x, replicas, depth) for x, depth in zip(arrays, layers)]
+            return jax.vmap(partial(joined, dtype=bucket.dtype))(rows).reshape(-1)
+
+        return one(*whole) if bucket.rounds == 1 else jax.vmap(one)(*whole).reshape(-1)
+
+    return tuple(map(packed, of_parts.buckets))
 
 
 def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
-    """Takes whole leaves out of buckets: the inverse of `pack_rows`.
+    """Takes whole leaves out of gathered buckets: the inverse of `pack_rows`, but for buckets in rounds.
 
     Args:
       of_parts: the plan from `plan_of_parts`.
       plan: the plan that it was made of.
       replicas: number of replicas.
-      buckets: one flat array for each bucket.
+      buckets: one flat array for each bucket: what `pack` makes of the parts of each replica, one behind the other.
 
     Returns:
       Whole leaves in the plan's tree, None for those that do not travel.
@@ -180,7 +188,8 @@ def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: 
 
     def whole(bucket: Bucket, flat: Array) -> list[Array]:
         parts = of_parts.travelling(bucket)
-        rows = jax.lax.split(flat.reshape(replicas, -1), [part.size for part in parts], axis=1)
+        each = flat.reshape(replicas, bucket.rounds, -1)
+        rows = jax.lax.split(each, [part.size // bucket.rounds for part in parts], axis=2)
         forms = zip(rows, parts, plan.travelling(bucket))
         return [of_rows(x.reshape(replicas, *part.shape), leaf.shape, prod(part.shape[:-1])) for x, part, leaf in forms]
 

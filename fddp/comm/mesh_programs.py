@@ -10,16 +10,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike
-from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_SUMS, over_axes
+from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS, over_axes
 
-# By default XLA merges all buckets into one all-reduce: on CPU without any limit, on GPU up to 30 MiB. XLA:CPU drops
-# barriers before it puts instructions in order; ranks whose programs differ would then call collectives in different
-# orders. On GPUs before Hopper XLA's scheduler overlaps nothing by default.
+# By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without any limit, on GPU up to 30
+# MiB. XLA:CPU drops barriers before it puts instructions in order; ranks whose programs differ would then call
+# collectives in different orders. On GPUs before Hopper XLA's scheduler overlaps nothing by default.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander"}
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
+    "xla_gpu_all_gather_combine_threshold_bytes": "0",
     "xla_gpu_enable_latency_hiding_scheduler": "True",
-    **PIPELINED_SUMS,
+    **PIPELINED_ROUNDS,
     **OVERLAP_OPTIONS,
 }
 

@@ -41,6 +41,8 @@ class Collective:
     """Their floating-point operations, in all rounds."""
     pipelined: bool = False
     """Whether each round of its loop sends what the round before has made, so that all of a round can run beside it."""
+    ahead: bool = False
+    """Whether each round of its loop brings what the next round reads, so that all of a round can run beside it."""
 
     @property
     def asynchronous(self) -> bool:
@@ -103,6 +105,7 @@ def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
                 heavy=sum(map(bool, under)),
                 flops=schedule.rounds * sum(one.flops for found in under for one in found),
                 pipelined=schedule.loops > 0 and all(_is_given(computation, name) for name in line.operands),
+                ahead=schedule.loops > 0 and _is_handed_on(computation, line.name),
             )
         )
     return collectives
@@ -114,6 +117,15 @@ def _is_given(computation: Computation, name: str) -> bool:
     while instruction.opcode in ("copy", "bitcast", "get-tuple-element"):
         instruction = computation[instruction.operands[0]]
     return instruction.opcode == "parameter"
+
+
+def _is_handed_on(computation: Computation, name: str) -> bool:
+    """Whether nothing reads a value in its computation, which gives it back, be it under another name or as a copy."""
+    readers = [line for line in computation.values() if name in line.operands]
+    waits = ("copy", "bitcast", "get-tuple-element")
+    same = (line.opcode in waits or line.opcode.endswith("-done") for line in readers)
+    each = zip(readers, same)
+    return all(_is_handed_on(computation, line.name) if on else line.opcode == "tuple" for line, on in each)
 
 
 def _sender(module: Module, line: Instruction) -> Instruction | None:

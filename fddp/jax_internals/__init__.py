@@ -19,7 +19,7 @@ from fddp.jax_internals.collective_equations import ways_of as ways_of
 from fddp.jax_internals.compiled import packed as packed
 from fddp.jax_internals.compiled import unpacked as unpacked
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
-from fddp.jax_internals.configuration import PIPELINED_SUMS as PIPELINED_SUMS
+from fddp.jax_internals.configuration import PIPELINED_ROUNDS as PIPELINED_ROUNDS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
 from fddp.jax_internals.configuration import transformed as transformed
@@ -53,6 +53,7 @@ from fddp.jax_internals.jaxprs import named_as as named_as
 from fddp.jax_internals.jaxprs import new_variable as new_variable
 from fddp.jax_internals.jaxprs import of_a_vector as of_a_vector
 from fddp.jax_internals.jaxprs import over_axes as over_axes
+from fddp.jax_internals.jaxprs import pads_rows as pads_rows
 from fddp.jax_internals.jaxprs import permutes as permutes
 from fddp.jax_internals.jaxprs import rematerialised as rematerialised
 from fddp.jax_internals.jaxprs import run_again as run_again

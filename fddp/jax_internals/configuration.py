@@ -28,12 +28,15 @@ OVERLAP_OPTIONS: dict[str, str] = (
 )
 
 
-# A sum that a round of a loop makes starts in that round and is awaited in the next one only if XLA is told to. JAX
-# 0.11.1 came with another name for it.
-PIPELINED_SUMS: dict[str, str] = (
-    {"xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON"}
+# What a round of a loop sends starts in that round and is awaited in the next one, and what it needs is gathered in the
+# round before, only if XLA is told to. JAX 0.11.1 came with other names for it.
+PIPELINED_ROUNDS: dict[str, str] = (
+    {
+        f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    }
     if jax.__version_info__ >= (0, 11, 1)
-    else {"xla_gpu_enable_pipelined_all_reduce": "True"}
+    else {f"xla_gpu_enable_pipelined_{kind}": "True" for kind in ("all_reduce", "all_gather", "reduce_scatter")}
 )
 
 

@@ -200,6 +200,11 @@ def joins_first_dim(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
 
 
+def pads_rows(eqn: JaxprEqn) -> bool:
+    """Whether it is a `pad` of each row by itself. Relies on the parameter `padding_config`."""
+    return eqn.primitive.name == "pad" and tuple(eqn.params["padding_config"][0]) == (0, 0, 0)
+
+
 def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """The test and the body of a `while`. Relies on the parameters `cond_jaxpr` and `body_jaxpr`."""
     return eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]

@@ -50,3 +50,5 @@ from fddp.jaxpr.stages import cut as cut
 from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
 from fddp.jaxpr.used_at_run_time import tracked as tracked
+from fddp.jaxpr.weight_rows import Rows as Rows
+from fddp.jaxpr.weight_rows import read_by_rows as read_by_rows

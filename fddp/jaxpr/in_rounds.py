@@ -128,6 +128,8 @@ class _Rewriting:
         bounds = self._rounds(eqn) if name == "scan" else next(map(self._bounds.get, eqn.outvars), None)
         if isinstance(there, _Sliced) and part in there.bounds:
             self.values[eqn.outvars[0]] = there.piece(there.bounds.index(part))
+        elif part and part[0] in self._starts:
+            self.values[eqn.outvars[0]] = self._cut(self._whole(first), *part)
         elif name == "concatenate" and bounds:
             pieces = [self._whole(atom) for atom in eqn.invars]
             self.values[eqn.outvars[0]] = _Sliced(bounds, pieces.__getitem__)
@@ -206,7 +208,13 @@ class _Rewriting:
         begin, end = bounds[k]
         # What is written into an input leaves the slices that are still to be read as they were.
         array = self._written[atom] if isinstance(atom, Var) and atom in self._written else self._whole(atom)
-        return jax.lax.dynamic_slice_in_dim(array, self._starts[begin], end - begin)
+        return self._cut(array, begin, end)
+
+    def _cut(self, array: Any, begin: int, end: int) -> Any:
+        start = self._starts[begin]
+        if isinstance(start, int):
+            return jax.lax.slice_in_dim(array, begin, end)
+        return jax.lax.dynamic_slice_in_dim(array, start, end - begin)
 
     def _whole(self, atom: Any) -> Any:
         if isinstance(atom, Literal):

@@ -145,17 +145,19 @@ def wanted_slices(jaxpr: Jaxpr, when: Callable[[Any], int], outputs: Sequence[An
       Their slices.
     """
     in_rounds = _made_in_rounds(jaxpr)
+    joined = {eqn.outvars[0]: _joined(eqn) for eqn in jaxpr.eqns if joins_first_dim(eqn)}
     taken: dict[Var, set[tuple[int, int]]] = {}
     for eqn in jaxpr.eqns:
-        if (part := along_first_dim(eqn)) and not isinstance(eqn.invars[0], Literal) and in_rounds(eqn.invars[0]):
-            taken.setdefault(eqn.invars[0], set()).add(part)
+        part = along_first_dim(eqn)
+        source = eqn.invars[0] if part else None
+        if part and isinstance(source, Var) and (in_rounds(source) or part in joined.get(source, ())):
+            taken.setdefault(source, set()).add(part)
     wanted = {var: bounds for var, parts in taken.items() if (bounds := _tiling(var, parts))}
     _spread_back(jaxpr, wanted)
     used = _used_in_slices(jaxpr).union(atom for atom in outputs if not isinstance(atom, Literal))
     for eqn in jaxpr.eqns:
         if joins_first_dim(eqn) and eqn.outvars[0] in used and all(map(when, eqn.invars)):
-            ends = accumulate((form_of(atom)[0][0] for atom in eqn.invars), initial=0)
-            wanted.setdefault(eqn.outvars[0], tuple(pairwise(ends)))
+            wanted.setdefault(eqn.outvars[0], joined[eqn.outvars[0]])
         if eqn.primitive.name in ELEMENTWISE:
             for atom in with_slices(eqn):
                 if atom in wanted:
@@ -177,6 +179,11 @@ def _spread_back(jaxpr: Jaxpr, wanted: dict[Var, Bounds]) -> None:
         if eqn.primitive.name in ELEMENTWISE and eqn.outvars[0] in wanted:
             for atom in with_slices(eqn):
                 wanted.setdefault(atom, wanted[eqn.outvars[0]])
+
+
+def _joined(eqn: JaxprEqn) -> Bounds:
+    """The slices of which an equation makes an array."""
+    return tuple(pairwise(accumulate((form_of(atom)[0][0] for atom in eqn.invars), initial=0)))
 
 
 def _tiling(var: Var, parts: set[tuple[int, int]]) -> Bounds | None:

@@ -14,6 +14,7 @@ from fddp.jax_internals import (
     Var,
     joins_first_dim,
     loop_parts,
+    pads_rows,
     permutes,
     scan_body,
 )
@@ -124,8 +125,8 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
     if name in ELEMENTWISE:
         return with_slices(eqn)
     keeps = name in RESHAPES and not permutes(eqn)
-    beside = name == "concatenate" and not joins_first_dim(eqn)
-    return list(variables(eqn.invars)) if keeps or beside else []
+    beside = (name == "concatenate" and not joins_first_dim(eqn)) or pads_rows(eqn)
+    return list(variables(eqn.invars[:1] if name == "pad" else eqn.invars)) if keeps or beside else []
 
 
 def _in_rows(atom: Any, length: int) -> bool:

@@ -2,7 +2,7 @@
 
 A bucket is gathered shortly before the forward pass reads it, dropped after that, and gathered again for the backward
 pass: half as many bytes again as an all-reduce, for the memory of all parameters. A gather stands in the gradients'
-program, as a collective of a loss does.
+program, as a collective of a loss does; that of a layer in the loop that reads it.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), stage 3; `reshard_after_forward` of PyTorch's FSDP2.
 """
@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Messages, join, take_apart, unpack_rows, whole_forms
 from fddp.comm import drop_replica_dim
 from fddp.hooks import plain_bytes
-from fddp.jaxpr import in_readings, run_in_readings
+from fddp.jaxpr import Rows, in_readings, run_in_readings
 from fddp.schedules import Pieces, scope
+from fddp.sharding.in_slices import Inputs, by_slices
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.own_parts import Kept, Parts
 from fddp.sharding.parts_update import Update
@@ -62,30 +64,54 @@ def _gradients(parts: Parts, state: TrainState, shards: Any, before: Before, par
     with jax.sharding.use_abstract_mesh(parts.replica.group.placement.view):
         given = state._replace(params=None), before.pending, part
         closed, form = jax.make_jaxpr(whole, return_shape=True)(forms, *given)
-    of = {i: k for k, bucket in enumerate(parts.plan.buckets) for i in bucket.leaves}
-    program = in_readings(closed, of, range(len(jax.tree.leaves(form[0]))))
-    there = enumerate(zip(parts.plan.treedef.flatten_up_to(own), jax.tree.leaves(forms)))
+    plan = parts.plan
+    first = len(jax.tree.leaves(form[0]))  # the forward pass makes what is before the gradients
+    grads = [i for i, x in enumerate(plan.treedef.flatten_up_to(form[1][0])) if x is not None]
+    sliced = by_slices(plan, closed, dict(enumerate(grads, first)))
+    of = {sliced.inputs[i, bucket.slice]: k for k, bucket in enumerate(plan.buckets) for i in bucket.leaves}
+    rounds = {k: bucket.rounds for k, bucket in enumerate(plan.buckets) if bucket.rounds > 1}
+    program = in_readings(sliced.closed, of, range(first), rounds)
+    there = list(zip(plan.treedef.flatten_up_to(own), jax.tree.leaves(forms)))
     # What has no elements does not travel.
-    stay = [None if i in of else x if x.size else jnp.zeros(form.shape, form.dtype) for i, (x, form) in there]
-    made = run_in_readings(program, [*stay, *jax.tree.leaves(given)], partial(_bring, parts, own))
+    stay = [x if x.size else jnp.zeros(form.shape, form.dtype) for x, form in there]
+    weights = [None if k in of else stay[i] for (i, _), k in sliced.inputs.items()]
+    rows = {k: _rows(parts, own, sliced.inputs, k) for k in rounds}
+    bring = partial(_bring, parts, own, sliced.inputs)
+    made = sliced.join(run_in_readings(program, [*weights, *jax.tree.leaves(given)], bring, rows))
     pending, (grads, broken) = jax.tree.unflatten(jax.tree.structure(form), made)
-    groups = [reading.group for reading in program.readings]
-    return grads, pending, broken, jnp.asarray([groups.count(k) * n for k, n in enumerate(_bytes(parts))], jnp.uint32)
+    sent = [program.times[k] * nbytes for k, nbytes in enumerate(_bytes(parts))]
+    return grads, pending, broken, jnp.asarray(sent, jnp.uint32)
 
 
-def _bring(parts: Parts, own: Any, bucket: int, after: Mapping[Any, Any]) -> tuple[Mapping[int, Any], Any]:
+def _bring(
+    parts: Parts, own: Any, inputs: Inputs, bucket: int, after: Mapping[Any, Any]
+) -> tuple[Mapping[int, Any], Any]:
     """Gathers a bucket once some values are there; gives its leaves, and these values."""
+    (message,) = parts.gathered(own, [bucket]).arrays
+    # The barrier keeps XLA from gathering at once, and from gathering once for both passes.
+    message, *held = jax.lax.optimization_barrier((message, *after.values()))
+    return _gathered(parts, inputs, bucket, parts.only(bucket), message), dict(zip(after, held))
+
+
+def _rows(parts: Parts, own: Any, inputs: Inputs, bucket: int) -> Rows:
+    """This replica's parts of a bucket, a row for each round, and what gathers such a row."""
+    (message,) = parts.gathered(own, [bucket]).arrays
+    rows = message.reshape(parts.plan.buckets[bucket].rounds, -1)
+    return Rows(rows, partial(_gathered, parts, inputs, bucket, parts.one_round(bucket)))
+
+
+def _gathered(
+    parts: Parts, inputs: Inputs, bucket: int, plans: tuple[BucketPlan, BucketPlan], message: Array
+) -> Mapping[int, Any]:
+    """Gathers the leaves of a bucket, or a layer of each; gives them by the numbers of inputs."""
     replica = parts.replica
     axis = replica.group.placement.axis_name
-    (message,) = parts.gathered(own, [bucket]).arrays
     with jax.named_scope(scope(f"gather {bucket}")):
-        # The barrier keeps XLA from gathering at once, and from gathering once for both passes.
-        message, *held = jax.lax.optimization_barrier((message, *after.values()))
         among = replica.group.nodes
         rows = message if axis is None else jax.lax.all_gather(message, axis, axis_index_groups=among, tiled=True)
-    one, of_parts = parts.only(bucket)
+    one, of_parts = plans
     leaves = one.treedef.flatten_up_to(unpack_rows(of_parts, one, replica.group.parts, (rows,)))
-    return {i: leaves[i] for i in one.buckets[0].leaves}, dict(zip(after, held))
+    return {inputs[i, one.buckets[0].slice]: leaves[i] for i in one.buckets[0].leaves}
 
 
 def _bytes(parts: Parts) -> list[int]:

@@ -113,6 +113,18 @@ class Parts:
         plan, of_parts = (replace(x, buckets=(x.buckets[bucket],)) for x in (self.plan, self.of_parts))
         return plan, of_parts
 
+    def one_round(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
+        """The same plans of what travels of a bucket in one of its rounds: a layer of each stack."""
+
+        def of_layers(plan: BucketPlan) -> BucketPlan:
+            leaves = tuple(replace(leaf, shape=leaf.shape[1:]) for leaf in plan.leaves)
+            (all_rounds,) = plan.buckets
+            one = replace(all_rounds, size=all_rounds.size // all_rounds.rounds, rounds=1)
+            return replace(plan, leaves=leaves, buckets=(one,))
+
+        plan, of_parts = map(of_layers, self.only(bucket))
+        return plan, of_parts
+
     def scatters_of(self, micro_batch: str) -> tuple[Reduction, ...]:
         """The same of a micro-batch before the last one, which sends gradients alone."""
         each = zip(self.plan.messages, self.scatters)
@@ -123,7 +135,13 @@ class Parts:
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
         """The gathers that bring buckets of parameters to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
-        gather = {"collective": "all_gather", "apply": None, "memory": None, "level": "shards"}
+        gather: dict[str, Any] = {
+            "collective": "all_gather",
+            "apply": None,
+            "memory": None,
+            "level": "shards",
+            "rounds": 1,
+        }
         return tuple(of[k]._replace(name=f"gather {k}", **gather) for k in order)
 
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:

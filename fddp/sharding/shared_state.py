@@ -42,7 +42,6 @@ def sharded(shared: Shared, again: bool) -> Way:
         scattered=True,
         sums=False,
         table_rows=False,
-        slices=not again,
     )
 
 

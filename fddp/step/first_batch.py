@@ -188,7 +188,8 @@ def _parts(replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedu
 
     A schedule that cuts sends slices. In one program a whole leaf is sent, a part in each round of the loop.
     """
-    together = schedule in ONE_PROGRAM and replica.group.placement.overlaps and replica.group.size > 1
+    of_use = replica.group.placement.overlaps or replica.options.reshard_after_forward
+    together = schedule in ONE_PROGRAM and of_use and replica.group.size > 1
     if replica.options.order == "reverse" or not (cuts(schedule) or together):
         return {}
     chosen = replica.chosen(params)

@@ -121,8 +121,8 @@ class Options:
         backward pass ends); None: each holds and updates all. For an optimizer that works element by element, but for
         norms; `fddp.whole(state)` puts a state together.
       reshard_after_forward (False): with shard='state', whether parameters are dropped behind the forward pass, and
-        gathered again for the backward pass, each time a bucket before they are read: so no more than two buckets are
-        whole at once, for half as many bytes again (FSDP's name).
+        gathered again for the backward pass, each time a bucket before they are read: so no more than two buckets,
+        or layers under `lax.scan`, are whole at once, for half as many bytes again (FSDP's name).
       virtual_replicas (None): how many slices of the rows are computed by themselves and added in a fixed order, so
         that training gives the same bits on any number of replicas that divides it; None: as many as there are
         replicas, added in whatever order is the fastest.

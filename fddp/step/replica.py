@@ -158,11 +158,7 @@ class Replica:
         by_element = hook is None or (hook.by_element and not (self.way.scattered and self.scatter is None))
         if not (by_element and self._summed and self.way.slices):
             return {}
-        leaves = jax.tree.leaves(params)
-        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.parts) for i in loops}
-        # Of a leaf that is cut as a whole no slice is scattered.
-        free = {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
-        return fill_buckets(params, free, **self.options.bucketing)
+        return fill_buckets(params, self._in_layers(params, loops), **self.options.bucketing)
 
     @property
     def scatter(self) -> Any:
@@ -174,7 +170,18 @@ class Replica:
         self, params: Any, loops: Mapping[int, tuple[int, int]], places: Mapping[int, int]
     ) -> dict[int, list[Travelling]]:
         """The leaves that are summed in the loops that make them: of each its loop, and the place where it is ready."""
-        return fill_rounds(params, loops, places, **self.options.bucketing) if self._apart else {}
+        # Nodes sum parts on, which is another message.
+        alone = self.options.hook is None and self.group.communicator.levels is None
+        by_rows = self._summed and alone if self.way.scattered else self._apart
+        # What is gathered layer by layer is scattered so, too: nothing else saves memory.
+        places = {} if self.options.reshard_after_forward else places
+        return fill_rounds(params, self._in_layers(params, loops), places, **self.options.bucketing) if by_rows else {}
+
+    def _in_layers(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Those of these leaves that may travel layer by layer: of one that is cut as a whole no layer is scattered."""
+        leaves = jax.tree.leaves(params)
+        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.parts) for i in loops}
+        return {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
 
     @property
     def _exact(self) -> bool:

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 from fddp.analysis.auditing.carried import merged
 from fddp.buckets import MiB
-from fddp.jax_internals import PIPELINED_SUMS
+from fddp.jax_internals import PIPELINED_ROUNDS
 
 if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit
 
 
-# What to do about a sum in a loop that nothing hides: one of a step's messages, or one of the loss's own.
+# What to do about a message in a loop that nothing hides: one of a step's messages, or one of the loss's own.
 AWAITED = (
     "XLA awaits it where it starts. It does so if the GPU's memory is short (give each replica fewer rows), and if "
-    f"XLA_FLAGS unset {', '.join(PIPELINED_SUMS)}, which fddp sets. With a bucket_cap_mb that holds all rounds "
-    "they are summed at once, behind the loop."
+    f"XLA_FLAGS unset {', '.join(PIPELINED_ROUNDS)}, which fddp sets. With a bucket_cap_mb that holds all rounds "
+    "they travel at once, outside of the loop."
 )
 OF_THE_LOSS = (
     "move it out of the loop. (What accumulation_steps sends stands outside of loops.) On GPUs a sum that only leaves "
@@ -94,7 +94,7 @@ def _exposed(audit: "Audit", sent: Sequence[int], rounds: int) -> Iterator[str]:
             f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and a loop (lax.scan "
             "over layers?) delivers all its gradients when it ends, so nothing is left to hide traffic under. Those of "
             "layers are summed inside of the loop if they are more than bucket_cap_mb, and more than what is ready "
-            "before it; where they cannot be (a hook, shard), write the layers as a Python loop."
+            "before it; where they cannot be (a hook), write the layers as a Python loop."
         )
     elif held and not rounds:
         yield (

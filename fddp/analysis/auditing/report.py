@@ -120,6 +120,7 @@ class Audit:
             dtypes = "+".join(sorted({array.dtype for array in collective.arrays}))
             looped = f", in {collective.rounds} rounds of a loop" if collective.loops else ""
             looped += ", each under the next" if collective.pipelined else ""
+            looped += ", each under the one before" if collective.ahead else ""
             mode += looped or (", in a branch" if collective.branches else "")
             mib = f"{collective.nbytes / MiB:.3f}"
             rows.append((str(k), self.label(k), collective.kind, mib, dtypes, mode, str(collective.heavy), share))
