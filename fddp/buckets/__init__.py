@@ -48,6 +48,7 @@ from fddp.buckets.shards import there as there
 from fddp.buckets.shards import true_numbers as true_numbers
 from fddp.buckets.shards import unpack_rows as unpack_rows
 from fddp.buckets.shards import whole_forms as whole_forms
+from fddp.buckets.slices import cut_in_layers as cut_in_layers
 from fddp.buckets.slices import fill_buckets as fill_buckets
 from fddp.buckets.slices import fill_rounds as fill_rounds
 from fddp.buckets.slices import plan_with_slices as plan_with_slices

@@ -9,6 +9,7 @@ import numpy as np
 
 from fddp.buckets.assignment import Caps, make_plan
 from fddp.buckets.groups import Groups, group_keys
+from fddp.buckets.part_forms import depth_of
 from fddp.buckets.plan import Bucket, BucketPlan, MiB, Slice, Travelling
 from fddp.buckets.table_rows import plan_with_table_rows
 
@@ -92,6 +93,12 @@ def fill_rounds(
         return before < sum(leaves[i].nbytes for i, (other, _) in stacks.items() if other == loop)
 
     return {i: [Travelling(i, None, *of)] for i, of in stacks.items() if worth(of[0])}
+
+
+def cut_in_layers(tree: Any, loops: Mapping[int, tuple[int, int]], parts: int) -> dict[int, tuple[int, int]]:
+    """Those of the leaves that loops make which lie in parts layer by layer: of one cut as a whole no layer travels."""
+    leaves = jax.tree.leaves(tree)
+    return {i: loop for i, loop in loops.items() if depth_of(leaves[i].size, leaves[i].shape, parts) > 1}
 
 
 def plan_with_slices(

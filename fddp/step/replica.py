@@ -17,7 +17,7 @@ from fddp.buckets import (
     BucketPlan,
     Messages,
     Travelling,
-    depth_of,
+    cut_in_layers,
     described_groups,
     fill_buckets,
     fill_rounds,
@@ -158,7 +158,8 @@ class Replica:
         by_element = hook is None or (hook.by_element and not (self.way.scattered and self.scatter is None))
         if not (by_element and self._summed and self.way.slices):
             return {}
-        return fill_buckets(params, self._in_layers(params, loops), **self.options.bucketing)
+        loops = cut_in_layers(params, loops, self.group.parts) if self.way.scattered else loops
+        return fill_buckets(params, loops, **self.options.bucketing)
 
     @property
     def scatter(self) -> Any:
@@ -170,18 +171,12 @@ class Replica:
         self, params: Any, loops: Mapping[int, tuple[int, int]], places: Mapping[int, int]
     ) -> dict[int, list[Travelling]]:
         """The leaves that are summed in the loops that make them: of each its loop, and the place where it is ready."""
-        # Nodes sum parts on, which is another message.
-        alone = self.options.hook is None and self.group.communicator.levels is None
-        by_rows = self._summed and alone if self.way.scattered else self._apart
+        alone = self._summed and self.options.hook is None and self.group.communicator.levels is None
+        by_rows = alone if self.way.scattered else self._apart
         # What is gathered layer by layer is scattered so, too: nothing else saves memory.
         places = {} if self.options.reshard_after_forward else places
-        return fill_rounds(params, self._in_layers(params, loops), places, **self.options.bucketing) if by_rows else {}
-
-    def _in_layers(self, params: Any, loops: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Those of these leaves that may travel layer by layer: of one that is cut as a whole no layer is scattered."""
-        leaves = jax.tree.leaves(params)
-        layers = {i: depth_of(leaves[i].size, leaves[i].shape, self.group.parts) for i in loops}
-        return {i: loop for i, loop in loops.items() if layers[i] > 1 or not self.way.scattered}
+        loops = cut_in_layers(params, loops, self.group.parts) if self.way.scattered else loops
+        return fill_rounds(params, loops, places, **self.options.bucketing) if by_rows else {}
 
     @property
     def _exact(self) -> bool:
