@@ -24,23 +24,21 @@ from fddp.schedules import Pieces, scope
 from fddp.sharding.in_slices import Inputs, by_slices
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.own_parts import Kept, Parts
-from fddp.sharding.parts_update import Update
-from fddp.step import Replica, TrainState
+from fddp.step import Facts, Replica, TrainState
 
 
-def gathered_twice(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
+def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
     """The pieces of a step whose parameters rest in parts, and are whole only where the loss reads them.
 
     Args:
       replica: what one replica does.
-      plan: the buckets, of whole leaves.
-      use: the update, as a step of whole state has it.
+      facts: of the step; its buckets are of whole leaves, its update is that of a step of whole state.
 
     Returns:
       The pieces.
     """
-    parts = Parts(replica, plan, use)
-    order = range(len(plan.buckets))
+    parts = Parts(replica, facts.plan, facts.use, facts.read_in)
+    order = range(len(facts.plan.buckets))
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Kept, sent: Any) -> tuple[Any, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -111,12 +109,13 @@ def _gathered(
         rows = message if axis is None else jax.lax.all_gather(message, axis, axis_index_groups=among, tiled=True)
     one, of_parts = plans
     leaves = one.treedef.flatten_up_to(unpack_rows(of_parts, one, replica.group.parts, (rows,)))
-    return {inputs[i, one.buckets[0].slice]: leaves[i] for i in one.buckets[0].leaves}
+    cast = {i: leaves[i].astype(one.leaves[i].dtype) for i in one.buckets[0].leaves}
+    return {inputs[i, one.buckets[0].slice]: x for i, x in cast.items()}
 
 
 def _bytes(parts: Parts) -> list[int]:
     """The bytes that a replica sends to gather each bucket."""
     gathers = parts.gathers(range(len(parts.plan.buckets)))
     comm = parts.replica.group.communicator
-    sizes = [(bucket.size, bucket.dtype) for bucket in parts.of_parts.buckets]
+    sizes = [(bucket.size, bucket.dtype) for bucket in parts.of_gathers.buckets]
     return [plain_bytes(comm, one, size, dtype) for one, (size, dtype) in zip(gathers, sizes)]

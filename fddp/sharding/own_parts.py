@@ -1,7 +1,7 @@
 """One replica's parts of the leaves, and how they travel."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
@@ -55,6 +55,20 @@ class Parts:
     plan: BucketPlan
     """The buckets, of whole leaves."""
     update: Update
+    read_in: Mapping[int, np.dtype] = field(default_factory=dict)
+    """The dtype of fewer bits in which the loss reads a leaf, for each leaf that it reads so."""
+
+    @cached_property
+    def of_gathers(self) -> BucketPlan:
+        """The same buckets of parts of parameters, each in as few bits as the loss reads of what is in it."""
+        plan = self.of_parts
+        leaves = tuple(replace(leaf, dtype=self._read(i)) for i, leaf in enumerate(plan.leaves))
+        dtypes = [np.dtype(jnp.result_type(*map(self._read, bucket.leaves))) for bucket in plan.buckets]
+        buckets = tuple(replace(bucket, dtype=dtype) for bucket, dtype in zip(plan.buckets, dtypes))
+        return replace(plan, leaves=leaves, buckets=buckets)
+
+    def _read(self, leaf: int) -> np.dtype:
+        return self.read_in.get(leaf, self.plan.leaves[leaf].dtype)
 
     @cached_property
     def of_parts(self) -> BucketPlan:
@@ -147,8 +161,10 @@ class Parts:
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:
         """The messages of parameters, of which this replica has its own parts."""
         travels = {i for bucket in self.plan.buckets for i in bucket.leaves}
-        leaves = [x if i in travels else None for i, x in enumerate(self.plan.treedef.flatten_up_to(params))]
-        buckets = pack(self.of_parts, self.plan.treedef.unflatten(leaves))
+        plan = self.of_gathers
+        leaves = enumerate(plan.treedef.flatten_up_to(params))
+        cast = [x.astype(plan.leaves[i].dtype) if i in travels else None for i, x in leaves]
+        buckets = pack(plan, plan.treedef.unflatten(cast))
         return Messages(tuple(buckets[k] for k in order), ((), None))
 
     def whole(self, params: Any, messages: Messages, order: Sequence[int]) -> Any:
@@ -160,7 +176,11 @@ class Parts:
             jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x for x, leaf in zip(_leaves(params), self.plan.leaves)
         ]
         leaves = zip(self.plan.treedef.flatten_up_to(came), empty)
-        return self.plan.treedef.unflatten([old if new is None else new for new, old in leaves])
+        # Cast again, these are the numbers that the loss reads.
+        forms = self.plan.leaves
+        return self.plan.treedef.unflatten(
+            [old if new is None else new.astype(form.dtype) for (new, old), form in zip(leaves, forms)]
+        )
 
     def own(self, params: Any) -> Any:
         """This replica's parts of what is trained, in place of shards and of whole leaves."""

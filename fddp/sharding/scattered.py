@@ -21,7 +21,7 @@ from fddp.schedules import Pieces, Round
 from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parameters, micro_batches
 from fddp.sharding.own_parts import Parts
 from fddp.sharding.parts_update import Update
-from fddp.step import Replica, TrainState
+from fddp.step import Facts, Replica, TrainState
 
 
 def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
@@ -58,19 +58,18 @@ def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
     return Pieces(rounds, unpack, "unpack")
 
 
-def gathered_first(replica: Replica, plan: BucketPlan, order: Sequence[int], use: Update) -> Pieces:
+def gathered_first(replica: Replica, facts: Facts, order: Sequence[int]) -> Pieces:
     """The pieces of a step whose parameters rest in parts: they are gathered where the forward pass begins to use them.
 
     Args:
       replica: what one replica does.
-      plan: the buckets, of whole leaves.
+      facts: of the step; its buckets are of whole leaves, its update is that of a step of whole state.
       order: the buckets in the order in which a forward pass uses what is in them.
-      use: the update, as a step of whole state has it.
 
     Returns:
       The pieces.
     """
-    parts = Parts(replica, plan, use)
+    parts = Parts(replica, facts.plan, facts.use, facts.read_in)
 
     def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
         return parts.gathered(parts.own(join(state, shards).params), order), ()

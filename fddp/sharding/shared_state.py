@@ -106,7 +106,7 @@ def _pieces(shared: Shared, again: bool, replica: Replica, facts: Facts) -> Piec
     if shared == "optimizer":
         return gathered_last(replica, facts.plan, facts.use)
     if again:
-        return gathered_twice(replica, facts.plan, facts.use)
+        return gathered_twice(replica, facts)
     first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
     order = sorted(range(len(first)), key=first.__getitem__)
-    return gathered_first(replica, facts.plan, order, facts.use)
+    return gathered_first(replica, facts, order)

@@ -1,11 +1,12 @@
 """Refusals of a step in each call, in the user's words, before JAX says it in its own."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fddp.buckets import BucketPlan, is_shard
 from fddp.comm import Group, described, shortened, verify
@@ -172,6 +173,18 @@ def check_paths(plan: BucketPlan, new: Sequence[int]) -> None:
             "no path to, so that no bucket has a place for them; with skip_all_reduce_unused_params=True every step "
             "decides anew what is sent."
         )
+
+
+def check_casts(plan: BucketPlan, first: Mapping[int, np.dtype], now: Mapping[int, np.dtype]) -> None:
+    """Says that a batch's loss reads parameters in more bits than they are gathered in, those of the first one's."""
+    for i, dtype in first.items():
+        if now.get(i) != dtype:
+            leaf = plan.leaves[i]
+            raise ValueError(
+                f"this batch has other arrays than the first one, and with them {leaf.name} is read as "
+                f"{now.get(i, leaf.dtype)}, and the first batch's loss read it as {dtype}, in which it is gathered: "
+                "cast alike for all batches."
+            )
 
 
 def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:

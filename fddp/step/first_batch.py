@@ -17,6 +17,7 @@ from fddp.jaxpr import (
     in_slices,
     made_row_by_row,
     places,
+    read_in,
     ready_order,
     stacks,
     text_digest,
@@ -54,6 +55,8 @@ class Seen(NamedTuple):
     """The same, or slices of them, as their gradients become ready."""
     uses: Mapping[tuple[int, Slice | None], int]
     """The place in the forward pass at which each leaf, or slice of one, is first used."""
+    read_in: Mapping[int, np.dtype]
+    """The dtype of fewer bits in which the loss reads a leaf, for each leaf that it reads so."""
     reach: tuple[Sequence[bool], Sequence[int]]
     """Marks of the trained leaves that have a path to the loss, and the number of rows that each gradient touches."""
     schedule: Schedule
@@ -104,6 +107,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         order=_order(replica, cut, travelling),
         # The state comes first: the number of the step, then the parameters.
         uses={(one.leaf, one.slice): use for one, use in zip(chain(*each), first_uses(cut)[1:])},
+        read_in=_read_in(program, chosen),
         reach=(paths(replica, state, batch), touched),
         schedule=schedule,
         told=told,
@@ -157,6 +161,16 @@ def paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
 
     trace(replica.group.placement, program, state, batch)
     return found[0]
+
+
+def casts(replica: Replica, state: TrainState, batch: Any) -> Mapping[int, np.dtype]:
+    """The dtype of fewer bits in which the loss of a batch reads a leaf, for each leaf that it reads so."""
+    return _read_in(_gradients(replica, state, batch)[0], replica.chosen(state.params))
+
+
+def _read_in(program: ClosedJaxpr, chosen: Sequence[int]) -> dict[int, np.dtype]:
+    found = read_in(program)[1:]  # the number of the step comes first, then the parameters
+    return {i: dtype for i in chosen if (dtype := found[i]) is not None}
 
 
 def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:

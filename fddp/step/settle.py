@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,8 @@ from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart
 from fddp.comm import REPLICATED, Placement, specs, verify_beside
 from fddp.losses import Undivided, unjoined
 from fddp.schedules import Runner
-from fddp.step.checks import check_batch, check_params, check_paths
-from fddp.step.first_batch import Seen, described_batch, look, paths
+from fddp.step.checks import check_batch, check_casts, check_params, check_paths
+from fddp.step.first_batch import Seen, casts, described_batch, look, paths
 from fddp.step.held import check_held, held_form
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
@@ -57,6 +58,9 @@ class Settled(NamedTuple):
     arrays and with promises."""
     undivided: bool = False
     """Whether batches are taken as they are."""
+    read_in: Mapping[int, np.dtype] = MappingProxyType({})
+    """The dtype in which a leaf is gathered, where that is not its own: the one in which the first batch's loss reads
+    it."""
     compared: bool = False
     """Whether the ranks' compiled programs are known to send the same."""
     first: tuple[Any, ...] = ()
@@ -89,7 +93,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     plan = _plan(replica, seen, agreed)
     replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
     where = specs(group.placement, seen.state._replace(accumulated=None, hook_state=()))
-    facts = Facts(plan, seen.state, batch, seen.told, agreed.uses, partial(use, replica, where))
+    facts = Facts(plan, seen.state, batch, seen.told, agreed.uses, partial(use, replica, where), agreed.read_in)
     return Settled(
         replica=replica,
         plan=plan,
@@ -100,6 +104,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         chosen=seen.chosen,
         left_out=tuple(i for i in seen.chosen if i not in {one.leaf for one in agreed.order}),
         forms=frozenset({_form(batch)}),
+        read_in=agreed.read_in if replica.options.shard == "state" else {},
         held=held_form(group.placement, state),
         fits=(_fit(replica, jax.tree.structure(state), state, batch),),
         undivided=isinstance(unjoined(batch), Undivided),
@@ -115,6 +120,8 @@ class Agreed(NamedTuple):
     """The place in the forward pass at which each leaf, or slice of one, is first used."""
     touched: dict[int, int]
     """The number of rows that a replica's gradient of a leaf touches."""
+    read_in: Mapping[int, np.dtype]
+    """The dtype of fewer bits in which the loss reads a leaf, for each leaf that it reads so."""
 
 
 def _agreed(replica: Replica, seen: Seen) -> Agreed:
@@ -123,18 +130,21 @@ def _agreed(replica: Replica, seen: Seen) -> Agreed:
     options = replica.options
     # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
     # path to the loss on any rank does not travel.
-    order, uses, program = group.broadcast_object((seen.order, seen.uses, seen.program))
+    order, uses, program, read_in = group.broadcast_object((seen.order, seen.uses, seen.program, seen.read_in))
     # A sum in a loop has no place among the others that ranks with different programs could agree on.
     if program and group.all_reduce(np.int32(seen.program != program), op="max"):
         order = [one._replace(rounds=1) for one in order]
-    has_path, touched = group.all_reduce(np.asarray(seen.reach, np.int32), op="max")
+    other = [seen.read_in.get(i) != read_in.get(i) for i in seen.chosen]
+    has_path, touched, differs = group.all_reduce(np.asarray([*seen.reach, other], np.int32), op="max")
     reached = {i for i, path in zip(seen.chosen, has_path) if path}
     # Where each step skips what it does not use, a later batch may use what this one has no path to.
     # Where each replica updates a part, all that is trained comes back from the others.
     all_travel = options.skip_all_reduce_unused_params or replica.way.apart
     later = [one for one in order if one.leaf not in reached] if all_travel else []
     rows = {i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)}
-    return Agreed([*(one for one in order if one.leaf in reached), *later], uses, rows)
+    alike = {i for i, one in zip(seen.chosen, differs) if not one}
+    read_in = {i: dtype for i, dtype in read_in.items() if i in alike}
+    return Agreed([*(one for one in order if one.leaf in reached), *later], uses, rows, read_in)
 
 
 def _plan(replica: Replica, seen: Seen, agreed: Agreed) -> BucketPlan:
@@ -184,10 +194,13 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
         held = held_form(replica.group.placement, state)
     settled = settled._replace(fits=(fits, *settled.fits)[:4], held=held)
     form = _form(batch)
-    if not settled.left_out or form in settled.forms:
+    if form in settled.forms:
         return settled
-    has_path = dict(zip(settled.chosen, paths(replica, seen, batch)))
-    check_paths(settled.plan, [i for i in settled.left_out if has_path[i]])
+    if settled.left_out:
+        has_path = dict(zip(settled.chosen, paths(replica, seen, batch)))
+        check_paths(settled.plan, [i for i in settled.left_out if has_path[i]])
+    if settled.read_in:
+        check_casts(settled.plan, settled.read_in, casts(replica, seen, batch))
     return settled._replace(forms=settled.forms | {form})
 
 

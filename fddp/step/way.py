@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from fddp.buckets import Bucket, BucketPlan, Messages, Shard, Slice, pack_device_parts, unpack_device_parts
 from fddp.comm import Group, specs
@@ -44,6 +45,8 @@ class Facts(NamedTuple):
     """The place in the forward pass at which each leaf, or slice of one, is first used."""
     use: Callable[[TrainState, Mean], Any]
     """Makes the step's result of averaged gradients."""
+    read_in: Mapping[int, np.dtype]
+    """The dtype of fewer bits in which the loss reads a leaf on all ranks, for each leaf that it reads so."""
 
     def first_use(self, bucket: Bucket) -> int:
         """The place in the forward pass at which something in a bucket is first used."""
