@@ -15,7 +15,8 @@ Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, 
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit, Audit
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, fit_bits, FittedBits, Link,
+  audit, Audit
 """
 
 from importlib import import_module
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
     from fddp.analysis.auditing.report import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
     from fddp.analysis.mean_over_rows import check as check
+    from fddp.analysis.tuning.bits import FittedBits as FittedBits
+    from fddp.analysis.tuning.bits import fit_bits as fit_bits
     from fddp.analysis.tuning.for_target import Choice as Choice
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.search import Tuning as Tuning
@@ -92,6 +95,7 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
+    **dict.fromkeys(("FittedBits", "fit_bits"), "fddp.analysis.tuning.bits"),
     "Link": "fddp.analysis.tuning.link",
     "Choice": "fddp.analysis.tuning.for_target",
     "Tuning": "fddp.analysis.tuning.search",

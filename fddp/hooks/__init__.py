@@ -8,6 +8,7 @@ and comm.
 Source: `ddp_comm_hooks` in PyTorch.
 """
 
+from fddp.hooks.adaptive import adaptive as adaptive
 from fddp.hooks.adasum import adasum as adasum
 from fddp.hooks.chunks import chunks as chunks
 from fddp.hooks.coded import quantize as quantize

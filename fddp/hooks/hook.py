@@ -27,6 +27,8 @@ class GradBucket(NamedTuple):
     """This replica's contributions, Σ w·g over its micro-batches, leaf after leaf."""
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     """Shape and dtype of each leaf in it."""
+    number: int = 0
+    """Its place in the plan (PyTorch's `index`)."""
 
 
 class GradRows(NamedTuple):
@@ -42,6 +44,8 @@ class GradRows(NamedTuple):
     """Rows → leaves: the inverse."""
     true: Bool[np.ndarray, "replicas n"]
     """Marks the numbers of leaves; the others are padding."""
+    number: int = 0
+    """Its place in the plan (PyTorch's `index`)."""
 
 
 class Hook(NamedTuple):

@@ -105,7 +105,7 @@ def reductions(
             return one._replace(asks=Asks(number - 1, flags(bucket, replicas)))
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(bucket))
         asks = None if mask is None else Asks(0, tuple(place[i] for i in bucket.leaves))
-        hooked = {} if hook is None else {"apply": partial(_hooked, hook, forms), "memory": number}
+        hooked = {} if hook is None else {"apply": partial(_hooked, hook, forms, message.bucket), "memory": number}
         return one._replace(asks=asks, **hooked)
 
     return tuple(of(number, message) for number, message in enumerate(plan.messages))
@@ -173,5 +173,7 @@ def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
     return jnp.all(jnp.isfinite(total))
 
 
-def _hooked(hook: Hook, forms: Any, comm: Communicator, message: Shaped[Array, " n"], memory: Any) -> tuple[Array, Any]:
-    return hook.apply(comm, GradBucket(message, forms), memory)
+def _hooked(
+    hook: Hook, forms: Any, index: int, comm: Communicator, message: Shaped[Array, " n"], memory: Any
+) -> tuple[Array, Any]:
+    return hook.apply(comm, GradBucket(message, forms, index), memory)

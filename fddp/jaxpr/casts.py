@@ -59,7 +59,8 @@ def _dtypes(jaxpr: Jaxpr) -> list[np.dtype | None]:
 def _of_inputs(eqn: JaxprEqn) -> list[np.dtype | None]:
     """The dtypes in which an equation reads its inputs, None where it reads all of one."""
     if eqn.primitive.name == "convert_element_type":
-        return [eqn.outvars[0].aval.dtype]
+        form: Any = eqn.outvars[0].aval
+        return [form.dtype]
     if eqn.primitive.name in WRAPPERS | REMATERIALISED:
         return _dtypes(called_program(eqn).jaxpr)
     if eqn.primitive.name == "scan":
@@ -69,5 +70,6 @@ def _of_inputs(eqn: JaxprEqn) -> list[np.dtype | None]:
 
 
 def _narrower(dtype: Any, own: Any) -> bool:
-    floats = dtype is not None and all(jnp.issubdtype(one, jnp.floating) for one in (dtype, own.dtype))
-    return floats and dtype.itemsize < own.dtype.itemsize
+    if dtype is None or not all(jnp.issubdtype(one, jnp.floating) for one in (dtype, own.dtype)):
+        return False
+    return dtype.itemsize < own.dtype.itemsize

@@ -86,6 +86,8 @@ class Stats:
     """The option of that name."""
     broadcast_buffers: bool | str
     """The option of that name."""
+    hook: str
+    """The name of the hook, with the bits of each bucket if it is adaptive; "" for plain sums."""
     replica_bytes: ReplicaBytes
     """The bytes that one replica holds and sends."""
     peak_bytes: int | None
@@ -133,6 +135,7 @@ def stats(step: "TrainStep") -> Stats:
         grad_ready_order=tuple(name for bucket in plan.buckets for name in bucket.names),
         find_unused_parameters=options.find_unused_parameters,
         broadcast_buffers=options.broadcast_buffers,
+        hook=options.hook.name if options.hook else "",
         replica_bytes=_replica_bytes(step),
         peak_bytes=_peak_bytes(step),
         avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),

@@ -109,7 +109,8 @@ class Parts:
 
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(plan.buckets[0]))
         true = true_numbers(plan, of_parts, comm.size)
-        return scatter(comm, GradRows(message.reshape(comm.size, -1), forms, rows_of, leaves_of, true), memory)
+        rows = GradRows(message.reshape(comm.size, -1), forms, rows_of, leaves_of, true, bucket)
+        return scatter(comm, rows, memory)
 
     def _of_whole_leaves(
         self, bucket: int, apply: Callable[..., tuple[Array, Any]], comm: Communicator, message: Array, memory: Any
