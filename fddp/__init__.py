@@ -13,10 +13,9 @@ Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, eva
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
 Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
-Hooks: hooks, Hook, GradBucket, all_reduce
+Hooks: hooks, Hook, GradBucket, all_reduce, fit_bits, FittedBits
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, fit_bits, FittedBits, Link,
-  audit, Audit
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit, Audit
 """
 
 from importlib import import_module
@@ -78,8 +77,8 @@ if TYPE_CHECKING:
     from fddp.analysis.auditing.report import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
     from fddp.analysis.mean_over_rows import check as check
-    from fddp.analysis.tuning.bits import FittedBits as FittedBits
-    from fddp.analysis.tuning.bits import fit_bits as fit_bits
+    from fddp.analysis.tuning.fitted_bits import FittedBits as FittedBits
+    from fddp.analysis.tuning.fitted_bits import fit_bits as fit_bits
     from fddp.analysis.tuning.for_target import Choice as Choice
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.search import Tuning as Tuning
@@ -95,7 +94,7 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
-    **dict.fromkeys(("FittedBits", "fit_bits"), "fddp.analysis.tuning.bits"),
+    **dict.fromkeys(("FittedBits", "fit_bits"), "fddp.analysis.tuning.fitted_bits"),
     "Link": "fddp.analysis.tuning.link",
     "Choice": "fddp.analysis.tuning.for_target",
     "Tuning": "fddp.analysis.tuning.search",

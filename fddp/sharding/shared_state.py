@@ -40,6 +40,7 @@ def sharded(shared: Shared, again: bool) -> Way:
         pieces=partial(_pieces, shared, again),
         apart=True,
         scattered=True,
+        gathers=shared == "state",
         sums=False,
         table_rows=False,
     )

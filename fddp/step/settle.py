@@ -104,7 +104,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         chosen=seen.chosen,
         left_out=tuple(i for i in seen.chosen if i not in {one.leaf for one in agreed.order}),
         forms=frozenset({_form(batch)}),
-        read_in=agreed.read_in if replica.options.shard == "state" else {},
+        read_in=agreed.read_in if replica.way.gathers else {},
         held=held_form(group.placement, state),
         fits=(_fit(replica, jax.tree.structure(state), state, batch),),
         undivided=isinstance(unjoined(batch), Undivided),

@@ -92,6 +92,8 @@ class Way(NamedTuple):
     """Whether each replica holds something of the state for itself."""
     scattered: bool
     """Whether buckets are cut into a part for each replica."""
+    gathers: bool
+    """Whether the parameters that a loss reads are gathered for it, in as few bits as it reads of them."""
     sums: bool
     """Whether messages are plain sums over replicas, in which scalars ride exactly."""
     table_rows: bool
@@ -190,6 +192,7 @@ WHOLE = Way(
     replicas=None,
     apart=False,
     scattered=False,
+    gathers=False,
     sums=True,
     table_rows=True,
     slices=True,

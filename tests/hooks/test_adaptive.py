@@ -10,7 +10,7 @@ import pytest
 
 import fddp
 from fddp import hooks
-from fddp.analysis.tuning.bits import fitting_bits
+from fddp.analysis.tuning.fitted_bits import fitting_bits
 
 pytestmark = pytest.mark.steps
 
