@@ -23,6 +23,7 @@ from fddp.hooks.low_rank import powersgd as powersgd
 from fddp.hooks.memory import Memory as Memory
 from fddp.hooks.memory import by_leaf as by_leaf
 from fddp.hooks.memory import by_message as by_message
+from fddp.hooks.momentum import momentum as momentum
 from fddp.hooks.narrow import bf16 as bf16
 from fddp.hooks.narrow import fp16 as fp16
 from fddp.hooks.narrow import noop as noop
