@@ -20,15 +20,15 @@ from bench.on_gpu.machine import CAP_MB, RANKED, Machine, shared
 from bench.record import interleave, ratio, summary
 from bench.workload import Workload, read
 from fddp.comm import mesh_programs, replica_mesh
-from fddp.jax_internals import PIPELINED_SUMS
+from fddp.jax_internals import PIPELINED_ROUNDS
 
 STEPS = 10
 LOSS = 1e-4  # float32, after some steps of AdamW
 AS_IT_IS = "as fddp has it"
 WAYS: dict[str, dict[str, str]] = {
     AS_IT_IS: {},
-    "on": PIPELINED_SUMS,
-    "off": {name: value.replace("True", "False").replace("_ON", "_OFF") for name, value in PIPELINED_SUMS.items()},
+    "on": PIPELINED_ROUNDS,
+    "off": {name: value.replace("True", "False").replace("_ON", "_OFF") for name, value in PIPELINED_ROUNDS.items()},
 }
 
 
@@ -194,7 +194,7 @@ def tell_scanned(figures: dict[str, Any]) -> str:
     )
     program = figures[AS_IT_IS]["program"]
     return (
-        f"{figures['ranks']} ranks, {', '.join(PIPELINED_SUMS)} {times}; "
+        f"{figures['ranks']} ranks, {', '.join(PIPELINED_ROUNDS)} {times}; "
         f"{program['asynchronous']} of {program['collectives']} collectives asynchronous"
     )
 

@@ -317,7 +317,9 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
 def test_no_more_than_two_layers_of_a_scan_are_whole():
     def more(layers):
         few = scanned_layers(64, layers=layers, width=1024)
-        return look(few, "h100:8", bucket_cap_mb=4, shard="state", reshard_after_forward=True).memory.more
+        memory = look(few, "h100:8", bucket_cap_mb=4, shard="state", reshard_after_forward=True).memory
+        assert memory is not None
+        return memory.more
 
     layer = 4 * 1024 * 1024
     few, many = (more(layers) / layer for layers in (4, 12))

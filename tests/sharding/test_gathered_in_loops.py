@@ -48,7 +48,7 @@ def in_pairs(x: Any, p: Any) -> Any:
 ALONE = {**INNER, "with random numbers": with_rng, "by copies": by_copies, "twice": in_turn, "unrolled": in_pairs}
 
 
-def shared(group: fddp.Group, inner: Any, optimizer: Any, schedule: str = "fused", **options: Any) -> fddp.TrainStep:
+def shared(group: fddp.Group, inner: Any, optimizer: Any, schedule: Any = "fused", **options: Any) -> fddp.TrainStep:
     wanted = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": CAP} | options
     return fddp.train_step(net(inner), optimizer, group=group, schedule=schedule, **wanted)
 
