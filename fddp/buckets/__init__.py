@@ -10,6 +10,10 @@ from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.bits import from_words as from_words
 from fddp.buckets.bits import sub_byte as sub_byte
 from fddp.buckets.bits import to_words as to_words
+from fddp.buckets.by_device import UNCUT as UNCUT
+from fddp.buckets.by_device import DeviceCut as DeviceCut
+from fddp.buckets.by_device import by_device as by_device
+from fddp.buckets.by_device import device_cut as device_cut
 from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
 from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
 from fddp.buckets.groups import Groups as Groups
@@ -21,6 +25,7 @@ from fddp.buckets.messages import scalar_dtype as scalar_dtype
 from fddp.buckets.messages import take_tail as take_tail
 from fddp.buckets.packing import pack as pack
 from fddp.buckets.packing import unpack as unpack
+from fddp.buckets.part_forms import cut_as_leaf as cut_as_leaf
 from fddp.buckets.part_forms import depth_of as depth_of
 from fddp.buckets.part_forms import part_dims as part_dims
 from fddp.buckets.plan import Bucket as Bucket

@@ -8,17 +8,14 @@ devices that hold the same parts.
 Source: PyTorch's 2D parallelism, `DistributedDataParallel` over a `DeviceMesh` with a tensor-parallel dim.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from fddp.buckets.by_device import by_device
 from fddp.buckets.messages import Messages, add_tail, take_tail
 from fddp.buckets.packing import pack, unpack
 from fddp.buckets.plan import BucketPlan
-from fddp.jax_internals import over_axes
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def pack_device_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any) -> Messages:
@@ -41,7 +38,7 @@ def pack_device_parts(axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: 
         return add_tail(plan, pack(plan, plan.treedef.unflatten(leaves)), tail)
 
     in_specs = ([None if x is None else spec for x, spec in zip(leaves, inside)], PartitionSpec())
-    return _on_each_device(axes, pack_here, in_specs, PartitionSpec(axes))(leaves, tail)
+    return by_device(axes, pack_here, in_specs, PartitionSpec(axes))(leaves, tail)
 
 
 def unpack_device_parts(
@@ -65,11 +62,4 @@ def unpack_device_parts(
         return plan.treedef.flatten_up_to(unpack(plan, buckets)), tail
 
     out_specs = (inside, PartitionSpec())
-    return _on_each_device(axes, unpack_here, (PartitionSpec(axes),), out_specs)(messages)
-
-
-def _on_each_device(axes: tuple[str, ...], f: Function, in_specs: Any, out_specs: Any) -> Function:
-    """Turns `f`, which each device calls with the parts that it holds, into a function of whole arrays."""
-    if not axes:
-        return f
-    return over_axes(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
+    return by_device(axes, unpack_here, (PartitionSpec(axes),), out_specs)(messages)

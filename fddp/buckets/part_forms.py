@@ -1,9 +1,12 @@
 """The forms of equal parts of arrays, one for each replica.
 
-An array is cut as a whole, or, where it is a stack, each of its layers by itself.
+An array is cut as a whole, or, where it is a stack, each of its layers by itself. Where the devices of a replica hold
+parts of it, each of these is cut so.
 """
 
 import math
+
+from fddp.buckets.by_device import UNCUT, DeviceCut
 
 MOST_LAYERS = 256  # no loop over layers has more
 LINE = 32  # 128 bytes of 32-bit numbers
@@ -21,10 +24,10 @@ def part_dims(size: int, parts: int, depth: int = 1) -> tuple[int, ...]:
     Args:
       size: elements of the array.
       parts: number of parts.
-      depth: number of layers that are cut each by itself; 1: the array is cut as a whole.
+      depth: number of rows that are cut each by itself; 1: the array is cut as a whole.
 
     Returns:
-      The dims: a row for each layer where there are several, else the part is flat.
+      The dims: a row for each where there are several, else the part is flat.
 
     Example:
       >>> part_dims(12 * 100, 8), part_dims(12 * 100, 8, depth=12)
@@ -56,3 +59,19 @@ def depth_of(size: int, shape: tuple[int, ...], parts: int) -> int:
     layers, *more = shape or (1,)
     stack = len(more) > 1 and 1 < layers <= MOST_LAYERS and size == math.prod(shape)
     return layers if stack and size >= layers * parts * LINE else 1
+
+
+def cut_as_leaf(size: int, shape: tuple[int, ...], parts: int, cut: DeviceCut = UNCUT) -> tuple[int, DeviceCut]:
+    """Finds how an array that belongs to a leaf is cut: as the leaf itself, where it has as many elements.
+
+    Args:
+      size: elements of the array.
+      shape: dims of the leaf.
+      parts: number of parts, one for each replica.
+      cut: the parts of the leaf that the devices of a replica hold.
+
+    Returns:
+      The number of rows that are cut each by itself, the layers of each device's part; and these devices' parts.
+    """
+    cut = cut if size == math.prod(shape) else UNCUT
+    return cut.parts * depth_of(size // cut.parts, cut.of_device(shape), parts), cut

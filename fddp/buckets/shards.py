@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int32, Shaped
 
+from fddp.buckets.by_device import UNCUT, DeviceCut, by_device
 from fddp.buckets.packing import joined, put_together, taken
 from fddp.buckets.part_forms import part_dims, part_of
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
@@ -35,8 +37,8 @@ class Shard:
     """
 
     parts: Any
-    """The parts in order of replicas (under MPI this rank's own), flat or with a row for each layer, with padding at
-    the ends; None: taken out."""
+    """The parts in order of replicas (under MPI this rank's own), flat or in several rows, with padding at the ends;
+    None: taken out."""
     shape: tuple[int, ...]
     """Dims of the whole array."""
     copies: bool = False
@@ -44,10 +46,12 @@ class Shard:
     ranks: tuple[int, ...] | None = None
     """The processes that hold the parts, by their number in the whole job; None: the arrays' own mesh names them."""
     depth: int = 1
-    """Number of layers that are cut each by itself; 1: the array is cut as a whole."""
+    """Number of rows that are cut each by itself, the layers of a stack, say; 1: the array is cut as a whole."""
     nodes: tuple[tuple[int, ...], ...] | None = None
     """The replicas of each node, where the parts of every node make up the array; None: those of all replicas do, or
     this is one rank's part."""
+    cut: DeviceCut = UNCUT
+    """The parts of the array that the devices of a replica hold; each has rows of its own."""
 
     def __repr__(self) -> str:
         kind = "Copies" if self.copies else "Shard"
@@ -58,7 +62,7 @@ class Shard:
 
 
 jax.tree_util.register_dataclass(
-    Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks", "depth", "nodes"]
+    Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks", "depth", "nodes", "cut"]
 )
 
 
@@ -67,10 +71,14 @@ def is_shard(x: Any) -> bool:
 
 
 def whole_forms(tree: Any) -> Any:
-    """The same tree with the shape and dtype of the whole array in place of each shard."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.parts.dtype) if is_shard(x) else x, tree, is_leaf=is_shard
-    )
+    """The same tree with the form of the whole array in place of each shard: as it lies on the devices of a replica."""
+
+    def form(x: Shard) -> jax.ShapeDtypeStruct:
+        lies = getattr(x.parts, "sharding", None)
+        where = NamedSharding(lies.mesh, x.cut.spec) if x.cut.dims and isinstance(lies, NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.parts.dtype, sharding=where)
+
+    return jax.tree.map(lambda x: form(x) if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
 def copy_of(ranks: tuple[int, ...] | None, x: Shaped[Array, " *dims"]) -> Shard:
@@ -84,17 +92,23 @@ def stacked(shard: Shard, replicas: int) -> Shard:
     return replace(shard, shape=(copies, *shard.shape), copies=False) if shard.copies else shard
 
 
-def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped[Array, "replicas ... n"]:
+def as_rows(
+    x: Shaped[Array, " *dims"], replicas: int, depth: int = 1, cut: DeviceCut = UNCUT
+) -> Shaped[Array, "replicas ... n"]:
     """Cuts an array into parts, one for each replica: the rows of the result.
 
     Args:
       x: the array.
       replicas: number of replicas.
-      depth: number of layers along its first dim that are cut each by itself.
+      depth: number of rows that are cut each by itself: the layers along its first dim.
+      cut: the parts that the devices of a replica hold; each cuts its own, whose layers are some of these rows.
 
     Returns:
       A part for each replica, with the dims of `part_dims`.
     """
+    if cut.dims:
+        inside = partial(_rows_of_device, replicas=replicas, depth=depth // cut.parts)
+        return by_device(cut.axes, inside, cut.spec, PartitionSpec(None, *cut.rows))(x.reshape(cut.shape))
     dims = part_dims(x.size, replicas, depth)
     layers = x.reshape(depth, x.size // depth)
     filled = jnp.pad(layers, ((0, 0), (0, dims[-1] * replicas - x.size // depth)))
@@ -104,8 +118,14 @@ def as_rows(x: Shaped[Array, " *dims"], replicas: int, depth: int = 1) -> Shaped
     return jnp.stack(jnp.split(filled, replicas, axis=1)).reshape(replicas, *dims)
 
 
-def of_rows(rows: Shaped[Array, "... n"], shape: tuple[int, ...], depth: int = 1) -> Shaped[Array, " *dims"]:
+def of_rows(
+    rows: Shaped[Array, "... n"], shape: tuple[int, ...], depth: int = 1, cut: DeviceCut = UNCUT
+) -> Shaped[Array, " *dims"]:
     """Puts the parts of an array together, in the order of replicas: the inverse of `as_rows`."""
+    if cut.dims:
+        inside = partial(of_rows, shape=cut.of_device(shape), depth=depth // cut.parts)
+        rows = rows.reshape(-1, depth, rows.shape[-1])
+        return by_device(cut.axes, inside, PartitionSpec(None, *cut.rows), cut.spec)(rows).reshape(shape)
     width = rows.shape[-1]
     replicas = prod(rows.shape[:-1]) // depth
     layers = jnp.swapaxes(rows.reshape(replicas, depth, width), 0, 1).reshape(depth, replicas * width)
@@ -113,10 +133,10 @@ def of_rows(rows: Shaped[Array, "... n"], shape: tuple[int, ...], depth: int = 1
 
 
 def own_part(
-    x: Shaped[Array, " *dims"], replicas: int, index: Int32[Array, ""], depth: int = 1
+    x: Shaped[Array, " *dims"], replicas: int, index: Int32[Array, ""], depth: int = 1, cut: DeviceCut = UNCUT
 ) -> Shaped[Array, " *part"]:
     """The part of an array that replica `index` holds."""
-    return jax.lax.dynamic_index_in_dim(as_rows(x, replicas, depth), index, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(as_rows(x, replicas, depth, cut), index, keepdims=False)
 
 
 def there(size: int, replicas: int, index: Int32[Array, ""], depth: int = 1) -> Bool[Array, " *part"]:
@@ -194,6 +214,12 @@ def unpack_rows(of_parts: BucketPlan, plan: BucketPlan, replicas: int, buckets: 
         return [of_rows(x.reshape(replicas, *part.shape), leaf.shape, prod(part.shape[:-1])) for x, part, leaf in forms]
 
     return put_together(plan, map(whole, plan.buckets, buckets))
+
+
+def _rows_of_device(x: Shaped[Array, " *dims"], replicas: int, depth: int) -> Shaped[Array, "replicas depth n"]:
+    """Cuts one device's part of an array, with a row for each layer also where there is one."""
+    rows = as_rows(x, replicas, depth)
+    return rows.reshape(replicas, depth, rows.shape[-1])
 
 
 def take_apart(tree: Any) -> tuple[Any, list[Shaped[Array, " n"]]]:

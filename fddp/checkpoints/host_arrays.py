@@ -1,7 +1,8 @@
 """A state as arrays of hosts that are written to files, and back: over any backend, to as many replicas or to others.
 
 What replicas hold apart is an array of which each process writes the pieces that it has: of a shard some columns, with
-a row for each layer that is cut by itself. What is equal on all is written by rank 0.
+a row for each layer that is cut by itself. Where devices of a replica hold parts of an array, the rows of one part lie
+behind those of another, and the list says so. What is equal on all is written by rank 0.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fddp.buckets import Shard, is_shard, of_rows, part_dims, stacked
+from fddp.buckets import UNCUT, DeviceCut, Shard, is_shard, of_rows, part_dims, stacked
 from fddp.checkpoints.files import Listed
 from fddp.checkpoints.state_forms import (
     OWN,
@@ -115,8 +116,10 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
         """Reads a range; what an array without elements has is nowhere."""
         return read(name, dims, place) if prod(dims) else np.zeros(dims, listed.forms[name][0])[place]
 
-    tree = jax.tree.structure(like, is_leaf=is_shard)
-    return tree.unflatten([x if name in forgotten else _laid(group, name, x, filled) for name, x in leaves.items()])
+    def leaf(name: str, x: Any) -> Any:
+        return x if name in forgotten else _laid(group, name, x, _in_order(listed, name, x, filled))
+
+    return jax.tree.structure(like, is_leaf=is_shard).unflatten([leaf(name, x) for name, x in leaves.items()])
 
 
 def _held(group: Group, name: str, x: Any) -> Portion:
@@ -133,26 +136,28 @@ def _held(group: Group, name: str, x: Any) -> Portion:
 
 
 def _held_columns(group: Group, name: str, x: Shard) -> Portion:
-    """The columns of a shard that this process writes, without padding: of nodes that have all of it the first does."""
+    """The pieces of a shard that this process writes, without padding: of nodes that have all of it the first does."""
     lies = _lying(group, x)
     writes = {replica for node in (lies.sharing if x.copies else lies.sharing[:1]) for replica in node}
     pieces = list[tuple[Index, Any]]()
-    for replica, part in _own_parts(group, x):
-        layers, columns = lies.of(replica)
+    for place, part in _own_parts(group, x):
+        replica, rows = _owner(group, lies, place)
+        layers, columns = lies.of(replica, rows)
         if replica in writes and columns.start < columns.stop:
-            mine = np.asarray(part).reshape(lies.depth, lies.width)[:, : columns.stop - columns.start]
+            mine = np.asarray(part).reshape(-1, lies.width)[:, : columns.stop - columns.start]
             pieces.append(((layers, columns), mine))
-    return Portion(name, lies.dims, (lies.depth, lies.width), pieces)
+    return Portion(name, lies.dims, (lies.depth // x.cut.parts, lies.width), pieces)
 
 
-def _own_parts(group: Group, x: Shard) -> Iterator[tuple[int, Any]]:
-    """The parts that this process holds, each with the number of its replica."""
+def _own_parts(group: Group, x: Shard) -> Iterator[tuple[Index, Any]]:
+    """The parts that this process writes, each with its place."""
     if not group.placement.on_mesh:
-        yield group.rank, x.parts
+        yield _closed((), x.parts.shape), x.parts
         return
     parts = x.parts if _on_mesh(x.parts) else group.placement.place(x.parts, group.placement.per_replica)
     for one in parts.addressable_shards:
-        yield _replica(one.index, one.data.shape), one.data
+        if one.replica_id == 0:  # some devices of a replica may hold the same
+            yield _closed(one.index, parts.shape), one.data
 
 
 def _everything(name: str, x: Any) -> Portion:
@@ -184,13 +189,12 @@ def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
 def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
     """Reads this process's columns of a shard, and fills them up with zeros."""
     lies = _lying(group, x)
-    count = group.placement.replicas_in_array
-    dims = (x.parts.shape[0] // count, *x.parts.shape[1:])
 
     def part(place: Any) -> np.ndarray:
-        replica = _replica(place, dims) if group.placement.on_mesh else group.rank
-        mine = read(name, lies.dims, lies.of(replica))
-        return np.pad(mine, ((0, 0), (0, lies.width - mine.shape[1]))).reshape(dims)
+        place = _closed(place, x.parts.shape)
+        mine = read(name, lies.dims, lies.of(*_owner(group, lies, place)))
+        filled = np.pad(mine, ((0, 0), (0, lies.width - mine.shape[1])))
+        return filled.reshape([one.stop - one.start for one in place])
 
     return jax.make_array_from_callback(x.parts.shape, _sharding(group, name, x.parts, apart=True), part)
 
@@ -207,12 +211,12 @@ class Lying(NamedTuple):
     width: int
     """Number of columns that a replica has, padding included."""
 
-    def of(self, replica: int) -> tuple[slice, slice]:
-        """The layers and the columns of a replica, without padding."""
+    def of(self, replica: int, rows: slice) -> tuple[slice, slice]:
+        """The layers that are these rows of a replica's part, and its columns, without padding."""
         ((node, place),) = [(n, node.index(replica)) for n, node in enumerate(self.sharing) if replica in node]
         layers = node * self.depth % self.dims[0]
         begin, end = (min(self.dims[1], at * self.width) for at in (place, place + 1))
-        return slice(layers, layers + self.depth), slice(begin, end)
+        return slice(layers + rows.start, layers + rows.stop), slice(begin, end)
 
 
 def _lying(group: Group, x: Shard) -> Lying:
@@ -225,9 +229,30 @@ def _lying(group: Group, x: Shard) -> Lying:
     return Lying(sharing, (copies * x.depth, size // x.depth), x.depth, width)
 
 
-def _replica(place: Index, dims: tuple[int, ...]) -> int:
-    """The number of the replica whose part of these dims lies there."""
-    return (place[0].start or 0) // max(1, dims[0])
+def _owner(group: Group, lies: Lying, place: Index) -> tuple[int, slice]:
+    """The replica whose part lies at a place of the array of all parts, and the rows of its part that do."""
+    begin = place[0].start
+    a_replica = lies.depth if lies.depth > 1 else max(1, lies.width)
+    replica = begin // a_replica if group.placement.on_mesh else group.rank
+    if lies.depth == 1:
+        return replica, slice(0, 1)
+    first = begin % a_replica
+    return replica, slice(first, first + place[0].stop - begin)
+
+
+def _in_order(listed: Listed, name: str, x: Any, read: Read) -> Read:
+    """Reads an array in the order of its elements that a leaf has, whoever held parts of it when it was saved."""
+    saved = DeviceCut(dims=tuple((number, length) for number, length in listed.cuts.get(name, ())))
+    wanted = x.cut if is_shard(x) else UNCUT
+    if saved.dims == wanted.dims:
+        return read
+
+    @cache
+    def whole() -> np.ndarray:
+        dims = (saved.parts, *saved.of_device(x.shape))
+        return wanted.stacked(saved.joined(read(name, dims, tuple(map(slice, dims))), x.shape))
+
+    return lambda name, dims, place: whole().reshape(dims)[place]
 
 
 def _own_row(group: Group, x: Any) -> Index:

@@ -5,6 +5,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
+from fddp.buckets import is_shard
 from fddp.checkpoints.files import Listed, digests, finish
 from fddp.checkpoints.folder import Folder, say
 from fddp.checkpoints.host_arrays import gathered, held, lies_apart
@@ -42,8 +43,10 @@ def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
     group, _, shared = folder
     together = shared and lies_apart(group, state)
     portions = held(group, state) if shared else gathered(group, state)
-    forms = {name: form(group, name, x) for name, x in named(state).items()}
-    return Saved(number, portions, Listed(told, forms, {}), range(group.processes if together else 1))
+    leaves = named(state)
+    forms = {name: form(group, name, x) for name, x in leaves.items()}
+    cuts = {name: x.cut.dims for name, x in leaves.items() if shared and is_shard(x) and x.cut.dims}
+    return Saved(number, portions, Listed(told, forms, {}, cuts), range(group.processes if together else 1))
 
 
 def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> Exception | None:

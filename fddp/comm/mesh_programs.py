@@ -57,9 +57,10 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: Any, where: PartitionSpec) -> Any:
-        if single or where != REPLICATED:
+        if single:
             return placed_alike(tree, sharding(where))
-        return jax.tree.map(lambda x: placed(x, sharding(spec(x))), tree)
+        # The parts that the devices of a replica hold stay theirs.
+        return jax.tree.map(lambda x: placed(x, sharding(_with_replicas(where, spec(x)))), tree)
 
     def feed(rows: Any) -> Any:
         # A program takes the host's arrays by itself, and much faster, unless other processes hold some of them.
@@ -110,6 +111,16 @@ def _along_others(mesh: Mesh, axis_name: str, x: Any) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def _with_replicas(where: PartitionSpec, along_others: PartitionSpec) -> PartitionSpec:
+    """Adds the replicas' axis to the spec of an array along the others, if the array has rows of each replica."""
+    if where == REPLICATED:
+        return along_others
+    (axis,) = where
+    first, *more = along_others or (None,)
+    within = first if isinstance(first, tuple) else () if first is None else (first,)
+    return PartitionSpec((axis, *within), *more)
 
 
 def _same_devices(mesh: Any, other: Mesh) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 
-from fddp.jax_internals import ClosedJaxpr, asked_for, parts_here
+from fddp.jax_internals import ClosedJaxpr, asked_for, part_shape, parts_here
 
 # The spec of an array that is equal on all replicas.
 REPLICATED = PartitionSpec()
@@ -62,6 +62,11 @@ class Placement(NamedTuple):
     def other_axes(self) -> tuple[str, ...]:
         """The axes along which the devices of one replica lie."""
         return self.view.auto_axes
+
+    @property
+    def devices_of_replica(self) -> int:
+        """The number of devices of one replica."""
+        return math.prod(self.view.shape[axis] for axis in self.other_axes)
 
 
 def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
@@ -112,9 +117,7 @@ def device_parts(placement: Placement, tree: Any) -> Any:
     """Shapes and dtypes of the parts that one device holds of each array."""
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
-        cuts = [math.prod(placement.view.shape[axis] for axis in _axes(entry)) for entry in placement.spec(x)]
-        shape = jnp.shape(x)
-        kept = tuple(n // cut for n, cut in zip(shape, cuts)) + shape[len(cuts) :]
+        kept = part_shape(placement.view, placement.spec(x), jnp.shape(x))
         return jax.ShapeDtypeStruct(kept, jnp.result_type(x))
 
     return jax.tree.map(part, tree)
@@ -134,10 +137,6 @@ def laid_out(placement: Placement, tree: Any, where: Any) -> Any:
     if not placement.other_axes:
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, where)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:

@@ -30,6 +30,7 @@ from fddp.hooks.narrow import noop as noop
 from fddp.hooks.reductions import PLAIN as PLAIN
 from fddp.hooks.reductions import Reduction as Reduction
 from fddp.hooks.reductions import all_finite as all_finite
+from fddp.hooks.reductions import on_each_device as on_each_device
 from fddp.hooks.reductions import plain_bytes as plain_bytes
 from fddp.hooks.reductions import reductions as reductions
 from fddp.hooks.reductions import summed as summed

@@ -11,10 +11,21 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Shaped, UInt32
 
-from fddp.buckets import BucketPlan, Message, flags
-from fddp.comm import Communicator, Level, all_reduce_bytes, as_uint32, count_bytes, reduce_scatter_bytes
+from fddp.buckets import BucketPlan, Message, by_device, flags
+from fddp.comm import (
+    Communicator,
+    Level,
+    Placement,
+    add_bytes,
+    all_reduce_bytes,
+    as_uint32,
+    count_aside,
+    count_bytes,
+    reduce_scatter_bytes,
+)
 from fddp.hooks.hook import GradBucket, Hook
 
 
@@ -74,6 +85,13 @@ class Reduction(NamedTuple):
 
 PLAIN = Reduction()
 
+# What each collective does with a message.
+COLLECTIVES: dict[str, Callable[[Communicator, Array], Array]] = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
+    "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
+}
+
 
 def reductions(
     plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None, replicas: int = 1
@@ -111,6 +129,34 @@ def reductions(
     return tuple(of(number, message) for number, message in enumerate(plan.messages))
 
 
+def on_each_device(placement: Placement, reduction: Reduction) -> Reduction:
+    """Makes the reduction of a message of which each device of a replica has its own, behind that of the one before.
+
+    Args:
+      placement: the devices.
+      reduction: of one device's message.
+
+    Returns:
+      The reduction.
+    """
+    axes = placement.other_axes
+    if not axes:
+        return reduction
+    plain = COLLECTIVES[reduction.collective]
+    one = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
+
+    def each(comm: Communicator, message: Array, memory: Any) -> Array:
+        own = PartitionSpec(axes)
+        return by_device(axes, lambda x: one(comm, x, memory)[0], own, own)(message)
+
+    def apply(comm: Communicator, message: Array, memory: Any) -> tuple[Array, Any]:
+        total, sent = count_aside(comm, each, message, memory)
+        add_bytes(comm, placement.devices_of_replica * sent)
+        return total, memory
+
+    return reduction._replace(apply=apply)
+
+
 def summed(
     comm: Communicator,
     reduction: Reduction,
@@ -130,11 +176,7 @@ def summed(
     Returns:
       The sum, the new memory, and the bytes that each replica sent (2³² − 1 stands for more).
     """
-    plain = {
-        "all_reduce": lambda comm, x: comm.all_reduce(x),
-        "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
-        "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
-    }[reduction.collective]
+    plain = COLLECTIVES[reduction.collective]
     each = plain if reduction.rounds == 1 else partial(_round_by_round, plain, reduction.rounds)
     apply = reduction.apply or (lambda comm, message, memory: (each(comm, message), memory))
 

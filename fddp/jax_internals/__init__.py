@@ -6,6 +6,7 @@ Every other room imports this room, which imports none.
 """
 
 from fddp.jax_internals.arrays import given_away as given_away
+from fddp.jax_internals.arrays import part_shape as part_shape
 from fddp.jax_internals.arrays import parts_here as parts_here
 from fddp.jax_internals.arrays import with_parts_listed as with_parts_listed
 from fddp.jax_internals.collective_equations import COLLECTIVES as COLLECTIVES

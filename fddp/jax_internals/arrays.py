@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Arrays = TypeVar("Arrays")
 
@@ -40,3 +41,17 @@ def with_parts_listed(arrays: Arrays) -> Arrays:
     for x in jax.tree.leaves(arrays):
         parts_here(x)
     return arrays
+
+
+def part_shape(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims of the part of an array that one device holds. Relies on `shard_shape`, which knows no axes that are manual.
+
+    Args:
+      mesh: the devices, as a function inside a program may see them.
+      spec: the axes along which the array is cut.
+      shape: dims of the array.
+
+    Returns:
+      The dims.
+    """
+    return NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), spec).shard_shape(shape)

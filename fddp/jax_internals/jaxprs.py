@@ -19,7 +19,9 @@ from jax._src.core import Var as Var
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr_consts
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh
+
+from fddp.jax_internals.arrays import part_shape
 
 Item = TypeVar("Item")
 
@@ -90,13 +92,12 @@ def over_axes(
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
         full = [k for k, x in enumerate(leaves) if x.size]
         around = mesh or jax.sharding.get_abstract_mesh()
-        sizes = AbstractMesh(around.axis_sizes, around.axis_names)
 
         @wraps(f)
         def inside(*given: Any) -> Any:
             local = dict(zip(full, given))
             for k in set(range(len(leaves))) - set(full):
-                local[k] = jnp.zeros(NamedSharding(sizes, specs[k]).shard_shape(leaves[k].shape), leaves[k].dtype)
+                local[k] = jnp.zeros(part_shape(around, specs[k], leaves[k].shape), leaves[k].dtype)
             return f(*treedef.unflatten(local[k] for k in range(len(leaves))))
 
         over = partial(jax.shard_map, mesh=mesh, out_specs=out_specs, axis_names=axis_names, check_vma=False)

@@ -33,8 +33,8 @@ ELEMENTWISE = {
     *("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
     *("floor", "ceil", "round", "real", "imag", "conj", "complex", "convert_element_type", "reduce_precision", "copy"),
 }
-# These keep the elements and their order, and change the dims.
-RESHAPES = {"reshape", "squeeze", "expand_dims"}
+# These keep the elements and their order, and change the dims, or only say where an array is to lie.
+RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
 SUMS = {"add", "add_any", "sub", "neg"}
 # The operation that joins the ranks' results of a reduction over all of an array.
 TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_and": "min", "reduce_or": "max"}

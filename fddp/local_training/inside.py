@@ -58,8 +58,8 @@ def hold(way: Way, replica: Replica, trained: Any, opt_state: Any, model_state: 
     """
     group = replica.group
 
-    def cut_in_each(x: Any, param: Any) -> Shard:
-        return replace(cut(x, param), copies=True, ranks=group.copy_ranks, nodes=group.nodes)
+    def cut_in_each(x: Any, leaf: int) -> Shard:
+        return replace(cut(x, leaf), copies=True, ranks=group.copy_ranks, nodes=group.nodes)
 
     def kept(x: Any) -> Shard:
         return x if is_shard(x) else copy(x)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import BucketPlan, Messages, join, take_apart, unpack_rows, whole_forms
+from fddp.buckets import BucketPlan, Messages, join, take_apart, whole_forms
 from fddp.comm import drop_replica_dim
 from fddp.hooks import plain_bytes
 from fddp.jaxpr import Rows, in_readings, run_in_readings
@@ -32,12 +32,12 @@ def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
 
     Args:
       replica: what one replica does.
-      facts: of the step; its buckets are of whole leaves, its update is that of a step of whole state.
+      facts: of the step.
 
     Returns:
       The pieces.
     """
-    parts = Parts(replica, facts.plan, facts.use, facts.read_in)
+    parts = Parts(replica, facts, facts.read_in)
     order = range(len(facts.plan.buckets))
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Kept, sent: Any) -> tuple[Any, Any]:
@@ -102,20 +102,16 @@ def _gathered(
     parts: Parts, inputs: Inputs, bucket: int, plans: tuple[BucketPlan, BucketPlan], message: Array
 ) -> Mapping[int, Any]:
     """Gathers the leaves of a bucket, or a layer of each; gives them by the numbers of inputs."""
-    replica = parts.replica
-    axis = replica.group.placement.axis_name
     with jax.named_scope(scope(f"gather {bucket}")):
-        among = replica.group.nodes
-        rows = message if axis is None else jax.lax.all_gather(message, axis, axis_index_groups=among, tiled=True)
+        rows = parts.gathered_here(message)
     one, of_parts = plans
-    leaves = one.treedef.flatten_up_to(unpack_rows(of_parts, one, replica.group.parts, (rows,)))
-    cast = {i: leaves[i].astype(one.leaves[i].dtype) for i in one.buckets[0].leaves}
-    return {inputs[i, one.buckets[0].slice]: x for i, x in cast.items()}
+    leaves = parts.unpacked(one, of_parts, (rows,))
+    return {inputs[i, one.buckets[0].slice]: leaves[i] for i in one.buckets[0].leaves}
 
 
 def _bytes(parts: Parts) -> list[int]:
-    """The bytes that a replica sends to gather each bucket."""
+    """The bytes that a replica sends to gather each bucket, all of its devices together."""
     gathers = parts.gathers(range(len(parts.plan.buckets)))
-    comm = parts.replica.group.communicator
-    sizes = [(bucket.size, bucket.dtype) for bucket in parts.of_gathers.buckets]
-    return [plain_bytes(comm, one, size, dtype) for one, (size, dtype) in zip(gathers, sizes)]
+    group = parts.replica.group
+    sizes = [(bucket.size * group.placement.devices_of_replica, bucket.dtype) for bucket in parts.of_gathers.buckets]
+    return [plain_bytes(group.communicator, one, size, dtype) for one, (size, dtype) in zip(gathers, sizes)]

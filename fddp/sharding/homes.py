@@ -2,7 +2,8 @@
 
 Replicas hold parts of all leaves. One exchange takes the parts of leaves home, each replica does what is to be done
 with those whose home it is, and another exchange brings parts of the results to all. A replica sends its part of the
-leaves and gets its part of the results: of n replicas, 1/n of the bytes of an all-reduce.
+leaves and gets its part of the results: of n replicas, 1/n of the bytes of an all-reduce. Replicas of several devices
+have no homes: each of them gathers all such leaves.
 
 Source: the home of least load for each matrix, Graham's rule (1969), as in PyTorch's `ZeroRedundancyOptimizer`; the
 exchange, the distributed Muon of Microsoft's Dion.
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from fddp.buckets import as_rows, of_rows, part_dims
-from fddp.comm import Communicator
+from fddp.buckets import DeviceCut, as_rows, by_device, of_rows, own_part, part_dims
+from fddp.comm import Communicator, add_bytes, count_aside
 from fddp.jaxpr import AtHome
 
 # Dtype → arrays next to each other along the last dim: the message of this dtype.
@@ -103,6 +105,41 @@ def at_home(
         mine = iter(_unpacked(brings[home], {dtype: rows[home] for dtype, rows in returned.items()}))
         parts.update((one.leaf, [next(mine) for _ in one.forms]) for one in some)
     return [parts[visit.leaf] for visit in visits]
+
+
+def everywhere(
+    comm: Communicator, lies: Callable[[int, int], tuple[int, DeviceCut]], visits: Sequence[AtHome]
+) -> list[list[Array]]:
+    """Does what needs leaves whole on every replica, where a replica is several devices; inside a program.
+
+    XLA divides the work among these devices, and may join them by a collective of all replicas. In a branch that one
+    replica takes, the others would not come.
+
+    Args:
+      comm: the replicas.
+      lies: (leaf, size of an array of it) → the number of rows that are cut each by itself, and the parts of it that
+        the devices of a replica hold.
+      visits: what is to be done, in parts of this replica.
+
+    Returns:
+      This replica's parts of what each has made.
+    """
+
+    def whole(leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
+        depth, cut = lies(leaf, prod(shape))
+
+        def gather(comm: Communicator, x: Array) -> Array:
+            return by_device(cut.axes, comm.all_gather, cut.rows, PartitionSpec(None, *cut.rows))(x)
+
+        rows, sent = count_aside(comm, gather, x.astype(_wire(x)))
+        add_bytes(comm, cut.parts * sent)
+        return of_rows(rows, shape, depth, cut).astype(x.dtype)
+
+    def run(one: AtHome) -> list[Array]:
+        made = one.run([whole(one.leaf, x, shape) for x, shape in zip(one.parts, one.shapes)])
+        return [own_part(x, comm.size, comm.replica_index(), *lies(one.leaf, x.size)) for x in made]
+
+    return [run(one) for one in visits]
 
 
 def _fullest(forms: Sequence[Sequence[Lying]]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import Messages, add_tail, pack_rows
+from fddp.buckets import Messages, add_tail
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.losses import added, in_parts
 from fddp.schedules import Round
@@ -63,7 +63,7 @@ def micro_batches(
             grads, pending, broken, nbytes = gradients(state, shards, before, part)
             broken = add_replica_dim(broken)
             broken = broken if before.broken is None else before.broken | broken
-            buckets = pack_rows(plan, replica.group.parts, grads)
+            buckets = parts.packed(grads)
             if number == of - 1:
                 tail, own = replica.tail(pending, rows)
                 own, nbytes = add_replica_dim((own, nbytes))

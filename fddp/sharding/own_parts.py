@@ -3,18 +3,22 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from fddp.buckets import (
     BucketPlan,
+    DeviceCut,
     Message,
     Messages,
-    depth_of,
+    by_device,
+    cut_as_leaf,
+    device_cut,
     is_shard,
     own_part,
     pack,
@@ -27,11 +31,13 @@ from fddp.buckets import (
     whole_forms,
 )
 from fddp.comm import Communicator, as_uint32, count_bytes
-from fddp.hooks import GradRows, Reduction, reductions
+from fddp.hooks import GradRows, Reduction, on_each_device, reductions
 from fddp.losses import added
 from fddp.schedules import by_bucket
-from fddp.sharding.parts_update import Update, run_on_parts
-from fddp.step import Replica, StepInfo, TrainState
+from fddp.sharding.parts_update import run_on_parts
+from fddp.step import Facts, Replica, StepInfo, TrainState
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Kept(NamedTuple):
@@ -52,11 +58,15 @@ class Parts:
     """One replica's parts of the leaves, and how they travel."""
 
     replica: Replica
-    plan: BucketPlan
-    """The buckets, of whole leaves."""
-    update: Update
+    facts: Facts
+    """Those of the step."""
     read_in: Mapping[int, np.dtype] = field(default_factory=dict)
-    """The dtype of fewer bits in which the loss reads a leaf, for each leaf that it reads so."""
+    """The dtype of fewer bits in which the loss reads a leaf, for each leaf that is gathered so."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets, of whole leaves, or of what a device of a replica holds of them."""
+        return self.facts.plan
 
     @cached_property
     def of_gathers(self) -> BucketPlan:
@@ -75,10 +85,17 @@ class Parts:
         """The same buckets, of parts."""
         return plan_of_parts(self.plan)
 
+    @cached_property
+    def cuts(self) -> list[DeviceCut]:
+        """The parts of each leaf that the devices of a replica hold."""
+        placement = self.replica.group.placement
+        leaves = jax.tree.leaves(self.facts.state.params)
+        return [device_cut(placement.view, placement.spec(x), x.shape) for x in leaves]
+
     @property
     def scatters(self) -> tuple[Reduction, ...]:
         """The sums of gradients: each replica gets its parts, and all of loss and metrics."""
-        size = self.replica.group.parts
+        group = self.replica.group
         hook = self.replica.options.hook
 
         def scatter(message: Message, one: Reduction) -> Reduction:
@@ -88,7 +105,8 @@ class Parts:
             rows = self.replica.scatter and partial(self._of_rows, message.bucket, self.replica.scatter)
             # A hook speaks with all replicas, in its own way.
             level = "shards" if one.apply is None else "all"
-            return one._replace(collective="reduce_scatter", replicas=size, apply=rows or whole, level=level)
+            one = one._replace(collective="reduce_scatter", replicas=group.parts, apply=rows or whole, level=level)
+            return on_each_device(group.placement, one)
 
         return tuple(map(scatter, self.plan.messages, reductions(self.plan, hook, None)))
 
@@ -150,46 +168,71 @@ class Parts:
     def gathers(self, order: Sequence[int]) -> tuple[Reduction, ...]:
         """The gathers that bring buckets of parameters to all replicas, in this order."""
         of = {message.bucket: one for message, one in zip(self.plan.messages, self.scatters)}
-        gather: dict[str, Any] = {
-            "collective": "all_gather",
-            "apply": None,
-            "memory": None,
-            "level": "shards",
-            "rounds": 1,
-        }
-        return tuple(of[k]._replace(name=f"gather {k}", **gather) for k in order)
+        gather = partial(Reduction._replace, collective="all_gather", apply=None, memory=None, level="shards", rounds=1)
+        gathers = (gather(of[k], name=f"gather {k}") for k in order)
+        return tuple(on_each_device(self.replica.group.placement, one) for one in gathers)
+
+    def packed(self, grads: Any) -> tuple[Array, ...]:
+        """Whole gradients in buckets, of which each replica is to get the sum of its parts."""
+
+        def pack_here(leaves: list[Any]) -> tuple[Array, ...]:
+            return pack_rows(self.of_parts, self.replica.group.parts, self.plan.treedef.unflatten(leaves))
+
+        return self._by_device(pack_here, (self._specs("spec"),), self._messages)(self._travelling(grads))
 
     def gathered(self, params: Any, order: Sequence[int]) -> Messages:
         """The messages of parameters, of which this replica has its own parts."""
-        travels = {i for bucket in self.plan.buckets for i in bucket.leaves}
         plan = self.of_gathers
-        leaves = enumerate(plan.treedef.flatten_up_to(params))
-        cast = [x.astype(plan.leaves[i].dtype) if i in travels else None for i, x in leaves]
-        buckets = pack(plan, plan.treedef.unflatten(cast))
-        return Messages(tuple(buckets[k] for k in order), ((), None))
+
+        def pack_here(leaves: list[Any]) -> tuple[Array, ...]:
+            forms = zip(leaves, plan.leaves)
+            parts = [None if x is None else x.reshape(leaf.shape).astype(leaf.dtype) for x, leaf in forms]
+            buckets = pack(plan, plan.treedef.unflatten(parts))
+            return tuple(buckets[k] for k in order)
+
+        pack_all = self._by_device(pack_here, (self._specs("rows"),), self._messages)
+        return Messages(pack_all(self._travelling(params)), ((), None))
+
+    def gathered_here(self, message: Array) -> Array:
+        """What all replicas have sent as this message; inside a program, where a loss would have such a collective."""
+        group = self.replica.group
+        axis = group.placement.axis_name
+        if axis is None:
+            return message
+        gather = partial(jax.lax.all_gather, axis_name=axis, axis_index_groups=group.nodes, tiled=True)
+        return self._by_device(gather, self._messages, self._messages)(message)
 
     def whole(self, params: Any, messages: Messages, order: Sequence[int]) -> Any:
         """The parameters that have come from all replicas, among those that stay."""
         buckets = [array for _, array in sorted(zip(order, messages.arrays), key=lambda pair: pair[0])]
-        came = unpack_rows(self.of_parts, self.plan, self.replica.group.parts, buckets)
+        came = self.unpacked(self.plan, self.of_parts, buckets)
         # What has no elements does not travel.
         empty = [
             jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x for x, leaf in zip(_leaves(params), self.plan.leaves)
         ]
-        leaves = zip(self.plan.treedef.flatten_up_to(came), empty)
-        # Cast again, these are the numbers that the loss reads.
-        forms = self.plan.leaves
-        return self.plan.treedef.unflatten(
-            [old if new is None else new.astype(form.dtype) for (new, old), form in zip(leaves, forms)]
-        )
+        return self.plan.treedef.unflatten([old if new is None else new for new, old in zip(came, empty)])
+
+    def unpacked(self, plan: BucketPlan, of_parts: BucketPlan, buckets: Sequence[Array]) -> list[Any]:
+        """The whole leaves in buckets that hold the parts of all replicas; None for others."""
+
+        def unpack_here(buckets: Sequence[Array]) -> list[Any]:
+            came = plan.treedef.flatten_up_to(unpack_rows(of_parts, plan, self.replica.group.parts, buckets))
+            # Cast again, these are the numbers that the loss reads.
+            return [None if x is None else x.astype(leaf.dtype) for x, leaf in zip(came, plan.leaves)]
+
+        return self._by_device(unpack_here, (self._messages,), self._specs("spec", plan))(buckets)
 
     def own(self, params: Any) -> Any:
         """This replica's parts of what is trained, in place of shards and of whole leaves."""
         size = self.replica.group.parts
         index = self.replica.group.communicator.at("shards").replica_index()
         chosen = set(self.replica.chosen(whole_forms(params)))
+
+        def part(x: Any, cut: DeviceCut) -> Any:
+            return own_part(x, size, index, *cut_as_leaf(x.size, x.shape, size, cut))
+
         leaves = [
-            x.parts if is_shard(x) else own_part(x, size, index, depth_of(x.size, x.shape, size)) if i in chosen else x
+            x.parts if is_shard(x) else part(x, self.cuts[i]) if i in chosen else x
             for i, x in enumerate(_leaves(params))
         ]
         return self.plan.treedef.unflatten(leaves)
@@ -201,7 +244,7 @@ class Parts:
         came = partial(self._came, kept.sums)
         mean = self.replica.mean(self.of_parts, came, mine, messages, (kept.own, kept.broken), nothing)
         comm = self.replica.group.communicator.at("shards")
-        run = partial(run_on_parts, self.replica, self.update, state, mine, mean)
+        run = partial(run_on_parts, self.replica, self.facts.use, self.cuts, state, mine, mean)
         (new, info), sent = count_bytes(comm, run)
         return new, info._replace(sent=nothing.at[-1].add(as_uint32(sent)))
 
@@ -215,7 +258,35 @@ class Parts:
     def _came(self, sums: Sequence[Sequence[Array]], messages: Messages) -> tuple[list[Any], Any]:
         buckets, tail = take_tail(self.of_parts, messages)
         buckets = reduce(added, (*sums, tuple(buckets)))
-        return self.plan.treedef.flatten_up_to(unpack(self.of_parts, buckets)), tail
+
+        def unpack_here(buckets: Sequence[Array]) -> list[Any]:
+            parts = zip(self.plan.treedef.flatten_up_to(unpack(self.of_parts, buckets)), self.cuts)
+            return [x.reshape(-1, x.shape[-1]) if x is not None and cut.dims else x for x, cut in parts]
+
+        return self._by_device(unpack_here, (self._messages,), self._specs("rows"))(buckets), tail
+
+    @property
+    def _messages(self) -> PartitionSpec:
+        """The spec of a message, of which each device of a replica has its own."""
+        return PartitionSpec(self.replica.group.placement.other_axes)
+
+    def _travelling(self, tree: Any) -> list[Any]:
+        """The leaves of a tree, None for those that do not travel."""
+        travels = _leaves_of(self.plan)
+        return [x if i in travels else None for i, x in enumerate(self.plan.treedef.flatten_up_to(tree))]
+
+    def _specs(self, kind: Literal["spec", "rows"], plan: BucketPlan | None = None) -> list[PartitionSpec | None]:
+        """The specs of whole leaves, or of parts of them; None for those that do not travel."""
+        travels = _leaves_of(plan or self.plan)
+        return [getattr(cut, kind) if i in travels else None for i, cut in enumerate(self.cuts)]
+
+    def _by_device(self, f: Function, in_specs: Any, out_specs: Any) -> Function:
+        return by_device(self.replica.group.placement.other_axes, f, in_specs, out_specs)
+
+
+def _leaves_of(plan: BucketPlan) -> set[int]:
+    """The leaves that travel."""
+    return {i for bucket in plan.buckets for i in bucket.leaves}
 
 
 def _leaves(tree: Any) -> list[Any]:

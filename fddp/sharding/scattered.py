@@ -9,34 +9,31 @@ Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 to 3, of which the second i
 `ZeroRedundancyOptimizer` in `torch.distributed.optim`; PyTorch's FullyShardedDataParallel with `SHARD_GRAD_OP`.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
-from fddp.buckets import BucketPlan, Messages, join, take_apart
+from fddp.buckets import Messages, join, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.schedules import Pieces, Round
 from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parameters, micro_batches
 from fddp.sharding.own_parts import Parts
-from fddp.sharding.parts_update import Update
 from fddp.step import Facts, Replica, TrainState
 
 
-def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
+def gathered_last(replica: Replica, facts: Facts) -> Pieces:
     """The pieces of a step whose parameters are whole between steps: they are gathered as soon as they are updated.
 
     Args:
       replica: what one replica does.
-      plan: the buckets, of whole leaves.
-      use: the update, as a step of whole state has it.
+      facts: of the step.
 
     Returns:
       The pieces.
     """
-    parts = Parts(replica, plan, use)
-    order = range(len(plan.buckets))
+    parts = Parts(replica, facts)
+    order = range(len(facts.plan.buckets))
 
     def update(state: TrainState, shards: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
@@ -58,18 +55,19 @@ def gathered_last(replica: Replica, plan: BucketPlan, use: Update) -> Pieces:
     return Pieces(rounds, unpack, "unpack")
 
 
-def gathered_first(replica: Replica, facts: Facts, order: Sequence[int]) -> Pieces:
+def gathered_first(replica: Replica, facts: Facts) -> Pieces:
     """The pieces of a step whose parameters rest in parts: they are gathered where the forward pass begins to use them.
 
     Args:
       replica: what one replica does.
-      facts: of the step; its buckets are of whole leaves, its update is that of a step of whole state.
-      order: the buckets in the order in which a forward pass uses what is in them.
+      facts: of the step.
 
     Returns:
       The pieces.
     """
-    parts = Parts(replica, facts.plan, facts.use, facts.read_in)
+    parts = Parts(replica, facts, facts.read_in)
+    first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
+    order = sorted(range(len(first)), key=first.__getitem__)
 
     def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
         return parts.gathered(parts.own(join(state, shards).params), order), ()

@@ -88,14 +88,15 @@ def _hold(
 ) -> Held:
     """Cuts what has the shapes of the parameters."""
     kinds = kinds_of_state(opt_state, trained)
-    leaves = jax.tree.leaves(trained)
     cut_state = jax.tree.map(
-        lambda kind, x: cut(x, leaves[kind.leaf]) if isinstance(kind, Follows) else x,
+        lambda kind, x: cut(x, kind.leaf) if isinstance(kind, Follows) else x,
         kinds,
         opt_state,
         is_leaf=lambda x: isinstance(x, Kind),
     )
-    return jax.tree.map(lambda x: cut(x, x) if shared == "state" else None, trained), cut_state, None
+    leaves, treedef = jax.tree.flatten(trained)
+    params = [cut(x, leaf) if shared == "state" else None for leaf, x in enumerate(leaves)]
+    return treedef.unflatten(params), cut_state, None
 
 
 def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainState:
@@ -104,10 +105,5 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
 
 
 def _pieces(shared: Shared, again: bool, replica: Replica, facts: Facts) -> Pieces:
-    if shared == "optimizer":
-        return gathered_last(replica, facts.plan, facts.use)
-    if again:
-        return gathered_twice(replica, facts)
-    first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
-    order = sorted(range(len(first)), key=first.__getitem__)
-    return gathered_first(replica, facts, order)
+    make = gathered_last if shared == "optimizer" else gathered_twice if again else gathered_first
+    return make(replica, facts)

@@ -1,9 +1,10 @@
 """A state that replicas hold apart, put together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fddp.buckets import Shard, is_shard, of_rows
 from fddp.comm import REPLICATED, Group
 from fddp.runtime import group_of
-
-
-class Form(NamedTuple):
-    """The form of an array that replicas hold apart, and which of them do."""
-
-    shape: tuple[int, ...]
-    depth: int
-    copies: bool
-    nodes: tuple[tuple[int, ...], ...] | None
 
 
 def whole(tree: Any, *, group: Group | None = None) -> Any:
@@ -59,7 +51,7 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
 
 def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     parts = [x.parts for x in shards]
-    forms = tuple(Form(x.shape, x.depth, x.copies, x.nodes) for x in shards)
+    forms = tuple(replace(x, parts=None) for x in shards)
     if isinstance(parts[0], jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(x.shape, x.parts.dtype) for x in shards]
     if isinstance(parts[0], Tracer):
@@ -83,7 +75,7 @@ def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     return jax.block_until_ready(_gathering(parts[0].sharding.mesh, axis, forms)(parts))
 
 
-def _of_all_ranks(x: Shard, form: Form, group: Group | None) -> jax.Array:
+def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
     """Gathers an array from the ranks that hold it: those of the group, or those of this one's node."""
     ranks = x.ranks or ()
     if group is None:
@@ -109,16 +101,19 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
     return world if world.global_ranks == ranks else world.subgroup(ranks)
 
 
-def _joined(parts: Sequence[jax.Array], forms: Sequence[Form]) -> list[jax.Array]:
+def _joined(parts: Sequence[jax.Array], forms: Sequence[Shard]) -> list[jax.Array]:
     return [_mean(x, form) if form.copies else _of_first_node(x, form) for x, form in zip(parts, forms)]
 
 
-def _of_first_node(parts: jax.Array, form: Form) -> jax.Array:
+def _of_first_node(parts: jax.Array, form: Shard) -> jax.Array:
     """An array of its parts, of which every node has all."""
-    return of_rows(parts, form.shape, form.depth) if form.nodes is None else _of_nodes(parts, form)[0]
+    if form.nodes is not None:
+        return _of_nodes(parts, form)[0]
+    of_devices = (form.cut.parts, *form.cut.of_device(form.shape))
+    return form.cut.joined(of_rows(parts, of_devices, form.depth), form.shape)
 
 
-def _of_nodes(parts: jax.Array, form: Form) -> jax.Array:
+def _of_nodes(parts: jax.Array, form: Shard) -> jax.Array:
     """The array as each node has it, along a first dim."""
     nodes = np.array(form.nodes)
     width = parts.shape[-1] if form.depth > 1 else 1
@@ -127,7 +122,7 @@ def _of_nodes(parts: jax.Array, form: Form) -> jax.Array:
     return jax.vmap(partial(of_rows, shape=form.shape, depth=form.depth))(rows)
 
 
-def _mean(parts: jax.Array, form: Form) -> jax.Array:
+def _mean(parts: jax.Array, form: Shard) -> jax.Array:
     """The mean of copies; of whole numbers the first copy."""
     size = prod(form.shape)
     if form.nodes is not None:
@@ -138,17 +133,18 @@ def _mean(parts: jax.Array, form: Form) -> jax.Array:
 
 
 @cache
-def _gathering(mesh: Any, axis: str, forms: tuple[Form, ...]) -> Any:
-    """A program for each mesh and form, not for each call."""
+def _gathering(mesh: Any, axis: str, forms: tuple[Shard, ...]) -> Any:
+    """A program for each mesh and form, not for each call; what the devices of a replica hold in parts stays so."""
     if all(form.nodes is None or form.copies for form in forms):
-        return jax.jit(partial(_joined, forms=forms), out_shardings=NamedSharding(mesh, REPLICATED))
+        where = [NamedSharding(mesh, form.cut.spec) for form in forms]
+        return jax.jit(partial(_joined, forms=forms), out_shardings=where)
 
     def inside_of_nodes(parts: Sequence[jax.Array]) -> list[jax.Array]:
-        def gathered(x: jax.Array, form: Form) -> jax.Array:
+        def gathered(x: jax.Array, form: Shard) -> jax.Array:
             among = None if form.copies else form.nodes
             return jax.lax.all_gather(x, axis, axis_index_groups=among, tiled=True) if x.size else x
 
-        rest = [form if form.copies else form._replace(nodes=None) for form in forms]
+        rest = [form if form.copies else replace(form, nodes=None) for form in forms]
         return _joined([*map(gathered, parts, forms)], rest)
 
     own = PartitionSpec(axis)

@@ -15,6 +15,7 @@ ISLANDS = "fddp.local_steps with island"
 LOOKAHEAD = "optax.lookahead"
 MEMORY = "a hook with a memory"
 COLLECTIVES = "collectives in the loss"
+WHOLE_LEAVES = "a hook that needs whole leaves"
 OWN_SCHEDULE = "a schedule of your own"
 
 
@@ -35,7 +36,6 @@ PAIRS = (
         "all that is trained is gathered, whether it was used or not",
         "leave one of them out",
     ),
-    Pair("shard", AXES, "leaves are cut over replicas of one device each", "leave shard out"),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
     Pair(
         "shard='optimizer'",
@@ -180,7 +180,12 @@ PAIRS = (
         Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")
         for schedule in ("schedule='staged'", "schedule='eager'")
     ),
-    Pair("hook", AXES, "a hook works on whole buckets", "leave hook out"),
+    Pair(
+        WHOLE_LEAVES,
+        AXES,
+        "each device sends the parts of leaves that it holds",
+        "take one that sums each element by itself, hooks.bf16() or hooks.fp16()",
+    ),
     # value_and_grad
     Pair("fddp.value_and_grad", "donate", "it is given no state that it could write over", "leave donate out"),
     Pair("fddp.value_and_grad", "check_replicas_every", "it has no state to compare", "use fddp.train_step"),

@@ -4,6 +4,8 @@ The step's way says what is cut and what is copied (`hold` in `step/way.py`); he
 with forms, and with the forms of a given state.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fddp.buckets import Shard, copy_of, depth_of, is_shard, join, own_part, part_dims, take_apart, whole_forms
-from fddp.comm import REPLICATED, Group, Placement, described, device_parts, of_one_replica
+from fddp.buckets import (
+    UNCUT,
+    DeviceCut,
+    Shard,
+    copy_of,
+    cut_as_leaf,
+    device_cut,
+    is_shard,
+    join,
+    own_part,
+    part_dims,
+    take_apart,
+    whole_forms,
+)
+from fddp.comm import REPLICATED, Group, Placement, described, device_parts, of_one_replica, specs
 from fddp.optim import Optimizer, optimizer_laid_out
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
@@ -36,16 +51,16 @@ def first_held(replica: Replica, optimizer: Optimizer, where: Any, params: Any, 
     trained = replica.trained(params)
     # Copied: an optimizer may keep the parameters themselves, and memory can be donated only once.
     opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-    held, opt_state, buffers = in_shards(replica, trained, opt_state, model_state)
-    axes = replica.group.placement.other_axes
-    return take_apart((held, optimizer_laid_out(axes, opt_state, trained, where), buffers))
+    opt_state = optimizer_laid_out(replica.group.placement.other_axes, opt_state, trained, where)
+    return take_apart(in_shards(replica, where, trained, opt_state, model_state))
 
 
-def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) -> Held:
+def in_shards(replica: Replica, where: Any, trained: Any, opt_state: Any, model_state: Any) -> Held:
     """Cuts a state into what a step holds of it; inside a program, where each replica makes its own parts.
 
     Args:
       replica: what one replica does.
+      where: a tree like `trained`: where the parts of each lie, if a replica is several devices.
       trained: the parameters that are trained, None in place of others.
       opt_state: the optimizer's state for them.
       model_state: the buffers.
@@ -54,46 +69,49 @@ def in_shards(replica: Replica, trained: Any, opt_state: Any, model_state: Any) 
       What is held; None for what stays as it is.
     """
     group = replica.group
+    lies = _lying(replica, trained, where)
 
-    def cut(x: Any, param: Any) -> Shard:
-        depth = depth_of(x.size, jnp.shape(param), group.parts)
-        part = own_part(x, group.parts, group.communicator.at("shards").replica_index(), depth)
-        return _shard(group, part, x, depth)
+    def cut(x: Any, leaf: int) -> Shard:
+        depth, devices = lies(x, leaf)
+        part = own_part(x, group.parts, group.communicator.at("shards").replica_index(), depth, devices)
+        return _shard(group, part, x, depth, devices)
 
     return replica.way.hold(replica, trained, opt_state, model_state, cut, partial(copy_of, group.copy_ranks))
 
 
-def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
+def form_in_shards(replica: Replica, state: TrainState, where: Any) -> TrainState:
     """The form of a state that a step holds, as all replicas together have it.
 
     Args:
       replica: what one replica does.
       state: whole arrays, or their forms.
+      where: a tree like the parameters that are trained: where the parts of each lie, if a replica is several devices.
 
     Returns:
       The state with forms of shards, where the step has them.
     """
     group = replica.group
+    trained = replica.trained(state.params)
+    lies = _lying(replica, trained, where)
     count = group.placement.replicas_in_array
 
     def form(dims: tuple[int, ...], x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count * dims[0], *dims[1:]), jnp.result_type(x))
 
-    def cut(x: Any, param: Any) -> Shard:
-        depth = depth_of(x.size, jnp.shape(param), group.parts)
-        return _shard(group, form(part_dims(x.size, group.parts, depth), x), x, depth)
+    def cut(x: Any, leaf: int) -> Shard:
+        depth, devices = lies(x, leaf)
+        return _shard(group, form(part_dims(x.size, group.parts, depth), x), x, depth, devices)
 
     def copy(x: Any) -> Shard:
         return Shard(form((x.size,), x), x.shape, copies=True, ranks=group.copy_ranks)
 
-    trained = replica.trained(state.params)
     return with_held(state, replica.way.hold(replica, trained, state.opt_state, state.model_state, cut, copy))
 
 
-def _shard(group: Group, parts: Any, x: Any, depth: int) -> Shard:
+def _shard(group: Group, parts: Any, x: Any, depth: int, cut: DeviceCut) -> Shard:
     """An array in parts, one for each of the replicas that share a state."""
     nodes = group.nodes if group.placement.on_mesh else None
-    return Shard(parts, jnp.shape(x), ranks=group.shard_ranks, depth=depth, nodes=nodes)
+    return Shard(parts, jnp.shape(x), ranks=group.shard_ranks, depth=depth, nodes=nodes, cut=cut)
 
 
 def with_held(state: TrainState, held: Held) -> TrainState:
@@ -117,7 +135,8 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     equal, shards = take_apart(state._replace(hook_state=(), accumulated=None))
     own = shards, state.hook_state, state.accumulated
     shards, hook_state, accumulated = of_one_replica(own, placement.replicas_in_array)
-    return join(device_parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
+    held = join(device_parts(placement, equal), shards)._replace(hook_state=hook_state, accumulated=accumulated)
+    return jax.tree.map(lambda x: _of_device(x) if is_shard(x) else x, held, is_leaf=is_shard)
 
 
 def check_held(replica: Replica, state: TrainState) -> TrainState:
@@ -141,7 +160,7 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
                 "the state is in shards, and this step was made without shard=: give it 'optimizer' or 'state', or "
                 "give the step fddp.whole(state)."
             )
-    elif got != _kinds(form_in_shards(replica, whole_forms(state))):
+    elif got != _kinds(_form_of_whole(replica, whole_forms(state))):
         raise ValueError(
             f"the state is not in shards of {replica.group.parts} replicas, as a step with {replica.way.name} has it: "
             "go on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for "
@@ -151,6 +170,46 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
     _check_pending(replica, state)
     _check_memory(replica, seen)
     return seen
+
+
+def _form_of_whole(replica: Replica, state: TrainState) -> TrainState:
+    """The form of a state that a step holds, of forms of whole arrays that tell where they lie."""
+    return form_in_shards(replica, state, specs(replica.group.placement, replica.trained(state.params)))
+
+
+def _lying(replica: Replica, trained: Any, where: Any) -> Callable[[Any, int], tuple[int, DeviceCut]]:
+    """Tells how an array that belongs to a trained leaf is cut into rows, and among the devices of a replica."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(trained)]
+    view = replica.group.placement.view
+    cuts = [device_cut(view, spec, shape) for spec, shape in zip(jax.tree.leaves(where), shapes)]
+    return lambda x, leaf: cut_as_leaf(x.size, shapes[leaf], replica.group.parts, cuts[leaf])
+
+
+def _of_device(shard: Shard) -> Shard:
+    """The part of a replica's part that one of its devices holds, as forms."""
+    rows, *more = shard.parts.shape
+    cut = shard.cut
+    parts = jax.ShapeDtypeStruct((rows // cut.parts, *more), shard.parts.dtype)
+    return replace(shard, parts=parts, shape=cut.of_device(shard.shape), depth=shard.depth // cut.parts, cut=UNCUT)
+
+
+def check_cuts(state: TrainState, where: TrainState) -> None:
+    """Says that devices of replicas hold other parts of a state than of the one that a step began with.
+
+    Args:
+      state: what a step was given.
+      where: a tree like it: where the parts of each array lay at first.
+
+    Raises:
+      ValueError: a shard is cut along other dims, or other axes.
+    """
+    leaves = jax.tree.leaves(state._replace(accumulated=None, hook_state=()), is_leaf=is_shard)
+    for x, spec in zip(leaves, jax.tree.leaves(where)):
+        if is_shard(x) and x.cut.spec != spec:
+            raise ValueError(
+                f"{x!r} of the state lies along {x.cut.spec}, and the state that this step began with along {spec}: "
+                "make a step of its own for parameters that are placed in another way."
+            )
 
 
 def _check_group(group: Group, state: TrainState) -> None:

@@ -10,7 +10,7 @@ from fddp.buckets import Caps, Groups, check_caps, group_keys
 from fddp.hooks import Hook
 from fddp.optim import check_needs
 from fddp.schedules import Schedule
-from fddp.step.combinations import OWN_SCHEDULE, refuse
+from fddp.step.combinations import OWN_SCHEDULE, WHOLE_LEAVES, refuse
 from fddp.wording import check_whole
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -193,6 +193,8 @@ class Options:
         shown = {option.name: f"{option.name}={getattr(self, option.name)!r}" for option in fields(self)}
         features = {name: shown[name] for name in shown if getattr(self, name)}
         features |= {shown[name]: shown[name] for name in ("schedule", "shard", "broadcast_buffers")}
+        if self.hook is not None and not self.hook.by_element:
+            features[WHOLE_LEAVES] = features["hook"]
         return features | ({OWN_SCHEDULE: f"schedule={name_of(self.schedule)}"} if callable(self.schedule) else {})
 
     def __repr__(self) -> str:

@@ -25,7 +25,7 @@ from fddp.buckets import (
     plan_with_slices,
 )
 from fddp.comm import Group, add_replica_dim, device_parts, drop_replica_dim
-from fddp.hooks import Reduction, reductions
+from fddp.hooks import Reduction, on_each_device, reductions
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
 from fddp.losses import accumulate as in_micro_batches
@@ -112,9 +112,10 @@ class Replica:
         return {True: broadcast, "mean": average, False: keep}[self.options.broadcast_buffers]()
 
     def reductions(self, plan: BucketPlan, params: Any) -> tuple[Reduction, ...]:
-        """The sums of the messages over replicas."""
+        """The sums of the messages over replicas, of which each device of a replica has its own."""
         asks_first = self.options.skip_all_reduce_unused_params
-        return reductions(plan, self.options.hook, self.chosen(params) if asks_first else None, self.group.size)
+        sums = reductions(plan, self.options.hook, self.chosen(params) if asks_first else None, self.group.size)
+        return tuple(on_each_device(self.group.placement, one) for one in sums)
 
     def mean(
         self, plan: BucketPlan, unpack: Unpack, state: TrainState, messages: Messages, kept: Any, sent: Any
@@ -131,8 +132,7 @@ class Replica:
         used = None if used is None else _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
         broken = drop_replica_dim(broken)
-        sent = by_bucket(plan, sent)
-        return Mean(grads, means.loss, means.aux, model_state, sent, used, broken, sums.weight)
+        return Mean(grads, means.loss, means.aux, model_state, by_bucket(plan, sent), used, broken, sums.weight)
 
     def plan(
         self,

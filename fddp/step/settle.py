@@ -20,7 +20,7 @@ from fddp.losses import Undivided, unjoined
 from fddp.schedules import Runner
 from fddp.step.checks import check_batch, check_casts, check_params, check_paths
 from fddp.step.first_batch import Seen, casts, described_batch, look, paths
-from fddp.step.held import check_held, held_form
+from fddp.step.held import check_cuts, check_held, held_form
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.same_rows import tell_same_rows
@@ -188,6 +188,8 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
         return settled
     seen = check_held(replica, state)
     check_params(settled.plan, seen.params)
+    if replica.group.placement.other_axes:
+        check_cuts(state, settled.specs)
     check_batch(replica, batch)
     held = settled.held
     if held.accumulated is None and state.accumulated is not None:

@@ -116,9 +116,10 @@ def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state:
         return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
     params, model_state, _ = read_functions(params, model_state)
+    where = specs(replica.group.placement, replica.trained(params))
     state = jax.eval_shape(first, params, model_state, rng)
     opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
-    return form_in_shards(replica, state._replace(opt_state=opt_state, hook_state=replica.memory_form(params)))
+    return form_in_shards(replica, state._replace(opt_state=opt_state, hook_state=replica.memory_form(params)), where)
 
 
 def _from_first_replica(group: Group, tree: Any) -> Any:

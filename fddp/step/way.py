@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a replica knows its way
 # The parameters that are trained, None for those that stay as they are; the optimizer's state; the buffers, None where
 # they stay.
 Held: TypeAlias = tuple[Any, Any, Any]
-# (a whole array, the parameter that it belongs to) → what one replica holds of it.
-Cut: TypeAlias = Callable[[Any, Any], Shard]
+# (a whole array, the number among those trained of the leaf that it belongs to) → what one replica holds of it.
+Cut: TypeAlias = Callable[[Any, int], Shard]
 # A whole array → the copy of it that one replica holds.
 Copy: TypeAlias = Callable[[Any], Shard]
 

@@ -24,6 +24,7 @@ from fddp.step.combinations import (
     OWN_SCHEDULE,
     PAIRS,
     QUORUM,
+    WHOLE_LEAVES,
     table,
 )
 from models.tensor_parallel import two_axes
@@ -50,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "virtual_replicas": {"virtual_replicas": 4},
     "hook": {"hook": hooks.bf16()},
     MEMORY: {"hook": hooks.quantize()},
+    WHOLE_LEAVES: {"hook": hooks.quantize(error_feedback=False)},
     "broadcast_buffers=False": {"broadcast_buffers": False},
     "donate": {"donate": True},
     "check_replicas_every": {"check_replicas_every": 2},

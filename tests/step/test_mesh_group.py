@@ -220,8 +220,22 @@ def test_a_replica_in_parts_cannot_be_staged(schedule: Any):
         fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
 
 
-def test_a_hook_cannot_have_whole_buckets_of_a_replica_in_parts():
-    says, hook = "several devices, along 'part': a hook works on whole buckets", fddp.hooks.bf16()
+# What each rounds a gradient by, of the largest gradient.
+HOOKS = [(fddp.hooks.allreduce(), 1e-12), (fddp.hooks.bf16(), 2**-7), (fddp.hooks.fp16(), 2**-10)]
+
+
+@pytest.mark.parametrize(("hook", "rounding"), HOOKS, ids=["allreduce", "bf16", "fp16"])
+@pytest.mark.parametrize("shard", [None, "state"])
+def test_a_hook_of_single_elements_sums_the_parts_of_each_device(x64: None, hook: Any, rounding: float, shard: Any):
+    step = fddp.train_step(plain, optax.sgd(1.0), group=fddp.mesh_group(mesh()), hook=hook, shard=shard)
+    state, _ = step(step.init(in_parts(mesh())), X)
+    grads = jax.grad(plain)(PARAMS, X)
+    atol = rounding * max(np.max(np.abs(g)) for g in jax.tree.leaves(grads))
+    close(fddp.whole(state.params), jax.tree.map(lambda p, g: p - g, PARAMS, grads), rtol=0, atol=atol)
+
+
+def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
+    says, hook = "several devices, along 'part': each device sends the parts", fddp.hooks.quantize(error_feedback=False)
     parts, whole = fddp.mesh_group(mesh()), fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
     for call in (partial(fddp.train_step, loss, optax.sgd(1.0)), partial(fddp.value_and_grad, loss)):
         with pytest.raises(ValueError, match=says):

@@ -1,0 +1,264 @@
+"""Replicas of several devices share a state: of each device's parts of the leaves every replica holds its share.
+
+Every claim is held against plain JAX on the joined batch, in float64.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from processes import launch
+from trees import close
+from workers import parts_in_shards
+
+import fddp
+from fddp.hlo import find_collectives, parse
+from models.tensor_parallel import two_axes
+
+pytestmark = pytest.mark.steps
+
+DRAW = np.random.default_rng(11)
+ROWS = DRAW.normal(size=(16, 3))
+PARAMS: dict[str, Any] = {
+    "columns": DRAW.normal(size=(3, 8)),
+    "rows": DRAW.normal(size=(8, 5)),
+    "stack": DRAW.normal(size=(3, 8, 40)) / 6,
+    "bias": DRAW.normal(size=7),
+    "scale": DRAW.normal(size=()),
+    "frozen": np.arange(4),
+}
+WHERE = {
+    "columns": PartitionSpec(None, "part"),
+    "rows": PartitionSpec("part"),
+    "stack": PartitionSpec(None, "part"),
+    "frozen": PartitionSpec("part"),
+}
+OTHER = {"rows": PartitionSpec(), "stack": PartitionSpec(None, None, "part"), "columns": PartitionSpec(None, "part")}
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
+
+
+def loss_fn(p: Any, x: Any) -> Any:
+    x = jnp.tanh(x @ p["columns"])
+    for w in p["stack"]:
+        x = jnp.tanh(x @ w @ w.T)
+    x = x @ p["rows"]
+    return p["scale"] * jnp.mean(x**2) + jnp.mean((p["bias"] - jnp.sum(x, axis=1, keepdims=True)) ** 2)
+
+
+def placed(group: fddp.Group, params: Any, where: Any) -> Any:
+    mesh = group.placement.place(np.zeros(()), PartitionSpec()).sharding.mesh
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, where.get(name, PartitionSpec()))) for name, x in params.items()
+    }
+
+
+def begun(shape: tuple[int, int], optimizer: Any = CLIPPED, where: Any = None, **options: Any) -> Any:
+    """A step over (replicas, devices of each), and its first state."""
+    group = fddp.mesh_group(two_axes(*shape))
+    step = fddp.train_step(loss_fn, optimizer, group=group, **options)
+    return step, step.init(placed(group, PARAMS, WHERE if where is None else where))
+
+
+def trained(state: Any, call: Callable[..., Any]) -> Any:
+    for k in range(3):
+        state, _ = call(state, ROWS + k / 10)
+    return fddp.whole(state)
+
+
+def alone(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
+    params = {name: jnp.asarray(x) for name, x in PARAMS.items() if name != "frozen"}
+    opt_state = optimizer.init(params)
+    for k in range(3):
+        updates, opt_state = optimizer.update(jax.grad(loss_fn)(params, ROWS + k / 10), opt_state, params)
+        params: Any = optax.apply_updates(params, updates)
+    return params, opt_state
+
+
+def trains_alike(state: Any, expected: tuple[Any, Any]) -> None:
+    params, opt_state = expected
+    close(jax.device_get({name: state.params[name] for name in params}), params, rtol=1e-10, atol=1e-12)
+    np.testing.assert_array_equal(state.params["frozen"], PARAMS["frozen"])
+    got = [x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.shape != (4,)]  # those of what is trained
+    close(got, jax.tree.leaves(opt_state), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (2, 4), (1, 2)], ids=str)
+def test_replicas_of_several_devices_train_in_shards_as_plain_jax_does(x64: None, shape: tuple[int, int]):
+    trains_alike(trained(*reversed(begun(shape, shard="state"))), alone())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer"},
+    "after": {"shard": "optimizer", "schedule": "after"},
+    "accumulated": {"shard": "optimizer", "accumulation_steps": 2},
+    "small buckets": {"shard": "state", "bucket_cap_mb": 0, "skip_nonfinite": True, "find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_shards_of_parts_go_with_options(x64: None, options: dict[str, Any]):
+    trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
+
+
+def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
+    options = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0, "accumulation_steps": 2}
+    trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
+def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(x64: None, shape: tuple[int, int]):
+    muon = optax.contrib.muon(0.02)
+    trains_alike(trained(*reversed(begun(shape, muon, shard="state"))), alone(muon))
+
+
+def test_gradients_that_wait_are_added_before_they_are_scattered(x64: None):
+    step, state = begun((2, 2), shard="state")
+
+    def call(state: Any, rows: Any) -> Any:
+        state, _ = step.no_sync(state, rows[:8])
+        return step(state, rows[8:])
+
+    trains_alike(trained(state, call), alone())
+
+
+def test_each_device_holds_its_share_of_its_part_and_no_more():
+    step, first = begun((2, 2), shard="state", donate=False)
+    for state in (first, step(first, ROWS)[0]):
+        for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
+            held = {name: tree[name].parts.addressable_shards for name in PARAMS if name != "frozen"}
+            elements = {name: {part.data.size for part in parts} for name, parts in held.items()}
+            # Half of a half, and half of what all devices of a replica hold: a number of padding is the rest of 7.
+            assert elements == {"columns": {6}, "rows": {10}, "stack": {240}, "bias": {4}, "scale": {1}}
+    assert step.stats().replica_bytes.held.params == 4 * (6 + 10 + 240 + 4 + 1 + 2)
+
+
+def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
+    step, state = begun((4, 2), shard="state", bucket_cap_mb=0)
+    sent = find_collectives(parse(step.lower(state, ROWS).compile().as_text()))
+    on_replicas = ((0, 2, 4, 6), (1, 3, 5, 7))
+    for kind in ("all-gather", "all-to-all"):  # on CPUs an exchange, and then a sum
+        sizes = [int(np.prod(x.arrays[0].dims)) for x in sent if x.kind == kind]
+        # A quarter of half of each leaf, and of what all devices of a replica hold; the last gather is of norms.
+        assert sorted(sizes)[-5:] == [1, 2, 3, 5, 120]
+        assert {x.devices for x in sent if x.kind == kind} == {on_replicas}
+    # Among the devices of a replica nothing moves but sums of activations, and of norms.
+    among_parts = [x for x in sent if x.devices != on_replicas]
+    assert {x.kind for x in among_parts} == {"all-reduce"}
+    assert {x.arrays[0].dims for x in among_parts} == {(4, 40), (4, 5), ()}
+
+
+def test_leaves_of_several_dtypes_lie_in_parts(x64: None):
+    params = {
+        "wide": DRAW.normal(size=(3, 8)),
+        "narrow": jnp.asarray(DRAW.normal(size=(8, 5)), jnp.bfloat16),
+        "complex": DRAW.normal(size=(5, 2)) + 1j,
+    }
+    where = {
+        "wide": PartitionSpec(None, "part"),
+        "narrow": PartitionSpec("part"),
+        "complex": PartitionSpec(None, "part"),
+    }
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.abs(jnp.tanh(x @ p["wide"]) @ p["narrow"].astype(jnp.float64) @ p["complex"]) ** 2)
+
+    ends = []
+    for shard in (None, "state"):
+        group = fddp.mesh_group(two_axes(2, 2))
+        step = fddp.train_step(loss, optax.adam(0.05), group=group, shard=shard)
+        ends.append(trained(step.init(placed(group, params, where)), step).params)
+    for name in params:
+        assert ends[0][name].dtype == ends[1][name].dtype == jnp.asarray(params[name]).dtype
+        eps = float(jnp.finfo(ends[0][name].dtype).eps)
+        a, b = (np.asarray(end[name], np.complex128) for end in ends)
+        np.testing.assert_allclose(a, b, rtol=8 * eps, atol=8 * eps)
+
+
+def test_a_last_batch_with_fewer_rows_counts_as_many(x64: None):
+    batches = [ROWS, ROWS[:6]]
+    ends = []
+    for shard in (None, "state"):
+        step, state = begun((2, 2), shard=shard)
+        for batch in fddp.join(batches, step.group):
+            state, _ = step(state, batch)
+        ends.append(jax.device_get(fddp.whole(state).params))
+    close(ends[1], ends[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_is_put_together_where_its_parts_lie():
+    _, state = begun((2, 2), shard="state")
+    whole = fddp.whole(state.params)
+    for name, spec in WHERE.items():
+        if name != "frozen":
+            assert whole[name].sharding.spec == spec
+    for params in (whole, jax.jit(fddp.whole)(state.params)):
+        for name, x in PARAMS.items():
+            np.testing.assert_array_equal(params[name], x.astype(params[name].dtype))
+
+
+def test_parameters_that_lie_in_another_way_need_a_step_of_their_own():
+    step, state = begun((2, 2), shard="state")
+    _, other = begun((2, 2), where=OTHER, shard="state")
+    step(state, ROWS)
+    with pytest.raises(ValueError, match=r"Shard of float32\[8, 5\] of the state lies along P"):
+        step(other, ROWS)
+
+
+ELSEWHERE: list[tuple[tuple[int, int], Any, Any]] = [
+    ((4, 2), "state", WHERE),
+    ((2, 4), "optimizer", WHERE),
+    ((1, 2), None, WHERE),
+    ((4, 1), "state", WHERE),
+    ((2, 2), "state", OTHER),
+]
+
+
+def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: Path):
+    def bits(state: Any) -> list[bytes]:
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(fddp.whole(state))]
+
+    step, state = begun((2, 2), shard="state")
+    state, _ = step(state, ROWS)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state, now=True)
+    saved = bits(state)
+    for shape, shard, where in ELSEWHERE:
+        other, like = begun(shape, shard=shard, where=where)
+        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other) as again:
+            with fddp.Checkpoints(tmp_path, other) as checkpoints:
+                restored, _ = checkpoints.restore(like)
+            assert bits(restored) == saved
+            again.save(restored, now=True)
+        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", step) as again:
+            assert bits(again.restore(state)[0]) == saved
+
+
+### Over processes
+
+
+@pytest.mark.ranks
+def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    saved = tmp_path / "saved"
+    outcome = launch(
+        "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", timeout_s=60, JAX_NUM_CPU_DEVICES="2"
+    )
+    assert outcome.succeeded
+    optimizer = optax.adam(0.1)
+    params: Any = {name: jnp.asarray(x, jnp.float32) for name, x in parts_in_shards.START.items()}
+    opt_state = optimizer.init(params)
+    for _ in range(2):
+        grads = jax.grad(parts_in_shards.loss)(params, parts_in_shards.ROWS.astype(np.float32))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    for text in outcome.outputs:
+        end, held, *_ = text.splitlines()
+        close({name: np.array(x, np.float32) for name, x in json.loads(end).items()}, params, rtol=1e-4, atol=1e-5)
+        assert held == "{'bias': 2, 'first': 6, 'second': 2} True"

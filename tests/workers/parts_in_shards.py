@@ -1,0 +1,51 @@
+"""Two processes of two devices share a state, whose leaves their devices hold in parts: `parts_in_shards.py FOLDER`.
+
+Prints the parameters that each ends with, and what its devices hold; both write and read a checkpoint in FOLDER.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import fddp
+
+START = {"first": np.arange(24).reshape(3, 8) / 24, "second": np.arange(8.0) / 8, "bias": np.ones(3)}
+WHERE = {"first": PartitionSpec(None, "part"), "second": PartitionSpec("part"), "bias": PartitionSpec()}
+ROWS = np.arange(24).reshape(8, 3) / 24
+
+
+def loss(params: Any, x: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh((x + params["bias"]) @ params["first"]) @ params["second"]) ** 2)
+
+
+def main() -> None:
+    fddp.init("gloo")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("replica", "part"))
+    group = fddp.mesh_group(mesh)
+
+    def placed(name: str, x: np.ndarray) -> jax.Array:
+        x = np.asarray(x, np.float32)
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, WHERE[name]), lambda part: x[part])
+
+    step = fddp.train_step(loss, optax.adam(0.1), group=group, shard="state")
+    state = step.init({name: placed(name, x) for name, x in START.items()})
+    with fddp.Checkpoints(sys.argv[1], step) as checkpoints:
+        for _ in range(2):
+            state, _ = step(state, ROWS[4 * group.rank : 4 * group.rank + 4].astype(np.float32))
+        checkpoints.save(state, now=True)
+        like = step.init({name: placed(name, 0 * x) for name, x in START.items()})
+        again, _ = checkpoints.restore(like)
+    copied = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    ends, restored = (jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x)) for x in (state, again))
+    print(json.dumps(ends.params))
+    print({name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()}, restored == ends)
+
+
+if __name__ == "__main__":
+    main()
