@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 LIST = "fddp.json"
@@ -29,7 +28,7 @@ class Listed(NamedTuple):
     """The dtype and the dims of each array, by its name."""
     files: Mapping[str, str]
     """The digest of each file, by its path in the checkpoint."""
-    cuts: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({})
+    cuts: Mapping[str, Sequence[tuple[int, int]]] = {}
     """Of arrays in which one part lies behind the other, as devices of a replica held them: of each dim the number of
     parts, and the length of one."""
 
@@ -77,7 +76,7 @@ def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int) -> N
     Raises:
       OSError: the disk is full, say; nothing older is touched.
     """
-    text = json.dumps(listed._asdict() | {"cuts": dict(listed.cuts)})
+    text = json.dumps(listed._asdict())
     write_at_once(begun / LIST, json.dumps([_digest(text.encode()), text]))
     _sync(begun)
     if (path / str(number)).exists():  # a damaged one, or one of a run that went on from an older one
