@@ -47,7 +47,7 @@ class InReadings(NamedTuple):
 
     @property
     def times(self) -> Counter[int]:
-        """How often each group comes; a loop brings all rows of a group once."""
+        """Counts how often each group comes; a loop brings all rows of a group once."""
         groups = {var: group for var, (_, group) in self.stacks.items()}
         in_loops = (group for eqn in self.eqns for group in rows_needed(eqn, groups))
         return Counter([*(reading.group for reading in self.readings), *in_loops])

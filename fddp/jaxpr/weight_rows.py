@@ -166,7 +166,7 @@ class _Rewriting:
         self._values.update(zip(others, jax.lax.optimization_barrier([self._value(pairs[var]) for var in others])))
 
     def _of_rows(self, eqn: JaxprEqn) -> Iterator[tuple[Var, _Made]]:
-        """What an equation makes, where that is cheap and made of rows of weights alone."""
+        """Finds the values that an equation makes, where they are cheap and made of rows of weights alone."""
         read = list(variables(eqn.invars))
         alone = read and all(var in self._made for var in read) and set(read) == set(rows_read(eqn))
         lengths = {self._made[var].length for var in read if var in self._made}
@@ -216,7 +216,7 @@ class _Rewriting:
 
 
 def _made_inside(loop: JaxprEqn, rows: Mapping[int, _Made]) -> Iterator[tuple[Var, _Made]]:
-    """What a loop makes row by row, where that is cheap and made of such rows alone."""
+    """Finds the values that a loop makes row by row, where they are cheap and made of such rows alone."""
     body = straighten(scan_body(loop)[0])
     carried = len(loop_parts(loop, loop.invars)[1])
     inputs = loop_parts(loop, body.jaxpr.invars)[2]

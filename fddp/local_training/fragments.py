@@ -1,4 +1,4 @@
-"""What islands send of a fragment, and what they make of it when it comes back.
+"""A fragment on its way between islands: what they send of it, and what they make of it when it comes back.
 
 An island's pseudo-gradient is shared − local parameters, equal on all of its replicas. Each sends a part of it to the
 replicas of the same place in the other islands, and they gather the parts of the sum: so between islands each parameter

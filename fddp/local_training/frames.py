@@ -1,4 +1,4 @@
-"""What islands and the keeper of the shared parameters say to each other over TCP: a line of JSON, then arrays' bytes.
+"""The words between islands and the keeper of the shared parameters, over TCP: a line of JSON, then arrays' bytes.
 
 Both know the arrays' forms, so that only bytes travel. Numbers of a host go as they lie in its memory.
 """

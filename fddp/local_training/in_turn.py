@@ -19,7 +19,7 @@ Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
 class Islands(NamedTuple):
-    """What islands have made of the shared parameters."""
+    """The result of islands that train in turn."""
 
     params: Any
     """The newest shared parameters, on the host."""

@@ -18,7 +18,7 @@ from fddp.step import Copy, Cut, Held, Replica, TrainState, Way
 
 
 class Trains(NamedTuple):
-    """What the replicas of an island have beside parameters and buffers."""
+    """The state that the replicas of an island have beside parameters and buffers."""
 
     opt_state: Any
     """State of the inner optimizer."""

@@ -36,7 +36,7 @@ RUN = "import sys; sys.path.insert(0, sys.argv[1]); from fddp.local_training.kee
 
 
 class Place(NamedTuple):
-    """Where the keeper can be reached."""
+    """The address of the keeper."""
 
     addresses: list[str]
     port: int

@@ -191,7 +191,8 @@ class Local:
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
             if fragment.parts > 1:
                 buffers, kept = kept
-                buckets, buffers = messages.arrays, drop_replica_dim(buffers)
+                buckets = messages.arrays
+                buffers = drop_replica_dim(buffers)
             else:
                 sums, kept = arrived(messages, kept)
                 buckets, buffers = fragment.summed(sums)

@@ -19,7 +19,7 @@ class Launch(NamedTuple):
     """The tasks of a step, as they are launched."""
 
     tasks: Sequence[Task]
-    """In order."""
+    """The tasks, in order."""
     left: Mapping[Value, Value] = MappingProxyType({})
     """The values that a step leaves for the next one → the same, as the next one reads them."""
 
