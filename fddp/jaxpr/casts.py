@@ -37,7 +37,7 @@ def read_in(closed: ClosedJaxpr) -> list[np.dtype | None]:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> loss = lambda w, b: jnp.sum(jnp.tanh(w.astype(jnp.bfloat16)) + b)
-      >>> read_in(jax.make_jaxpr(jax.grad(loss))(1.0, 1.0))
+      >>> read_in(jax.make_jaxpr(jax.grad(loss))(jnp.float32(1), jnp.float32(1)))
       [dtype(bfloat16), None]
     """
     found = _dtypes(closed.jaxpr)

@@ -116,8 +116,8 @@ def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(gr
     assert tuning.eager_s is not None and tuning.eager_s > 0
     assert tuning.schedule == ("eager" if tuning.eager_s < 0.98 * tuning.measured_s else "staged")
     assert fddp.tune(*given, **options, schedule="staged").eager_s is None
-    assert fddp.tune(*given, **options, hook=fddp.hooks.bf16()).eager_s is not None
-    assert fddp.tune(*given, **options, hook=fddp.hooks.quantize()).eager_s is None
+    assert fddp.tune(*given, **options, hook=fddp.hooks.quantize()).eager_s is not None
+    assert fddp.tune(*given, **options, shard="optimizer").eager_s is None
 
 
 @pytest.mark.steps

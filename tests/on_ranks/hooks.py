@@ -89,7 +89,9 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
         plain = trained(schedule="staged", hook=hook)
         for schedule, shard in ways:
             got = trained(schedule=schedule, shard=shard, hook=hook)
-            close(got, plain, rtol=1e-4, atol=1e-5)
+            # A scattered sum is not rounded to 16 bits again, and Adam's three steps of 0.05 go by that much elsewhere.
+            rounded = shard is not None and hook.name.startswith("bf16")
+            close(got, plain, rtol=1e-4, atol=3 * 0.05 * 2**-8 if rounded else 1e-5)
             assert same_on_all_ranks(group, got[0])
 
 
@@ -108,10 +110,9 @@ def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.G
         state = step.init(np.zeros(WIDTH, np.float32))
         for k in range(6):
             state, _ = step(state, parts(group)[group.rank][None] * (1 + k))
-        kept.append((state.params, np.asarray(state.hook_state.addressable_data(0))))
-    np.testing.assert_array_equal(*(own for _, own in kept))
-    assert np.any(kept[1][1] != 0)
-    np.testing.assert_array_equal(*(params for params, _ in kept))
+        kept.append((state.params, jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)))
+    jax.tree.map(np.testing.assert_array_equal, *kept)
+    assert np.any(kept[1][1]["sent"] != 0)
 
 
 @claim(quick=("gloo",))
