@@ -139,13 +139,22 @@ def _gathering(mesh: Any, axis: str, forms: tuple[Shard, ...]) -> Any:
         where = [NamedSharding(mesh, form.cut.spec) for form in forms]
         return jax.jit(partial(_joined, forms=forms), out_shardings=where)
 
+    # XLA of JAX 0.11 ends the process where such a program has an array without elements.
+    some = [form for form in forms if prod(form.shape)]
+
     def inside_of_nodes(parts: Sequence[jax.Array]) -> list[jax.Array]:
         def gathered(x: jax.Array, form: Shard) -> jax.Array:
             among = None if form.copies else form.nodes
-            return jax.lax.all_gather(x, axis, axis_index_groups=among, tiled=True) if x.size else x
+            return jax.lax.all_gather(x, axis, axis_index_groups=among, tiled=True)
 
-        rest = [form if form.copies else replace(form, nodes=None) for form in forms]
-        return _joined([*map(gathered, parts, forms)], rest)
+        rest = [form if form.copies else replace(form, nodes=None) for form in some]
+        return _joined([*map(gathered, parts, some)], rest)
 
     own = PartitionSpec(axis)
-    return jax.jit(jax.shard_map(inside_of_nodes, mesh=mesh, in_specs=own, out_specs=REPLICATED, check_vma=False))
+    run = jax.shard_map(inside_of_nodes, mesh=mesh, in_specs=own, out_specs=REPLICATED, check_vma=False)
+
+    def gather(parts: Sequence[jax.Array]) -> list[jax.Array]:
+        made = iter(run([x for x in parts if x.size]))
+        return [next(made) if x.size else jnp.zeros(form.shape, x.dtype) for x, form in zip(parts, forms)]
+
+    return jax.jit(gather, out_shardings=NamedSharding(mesh, REPLICATED))
