@@ -17,7 +17,7 @@ class DeviceCut(NamedTuple):
     spec: PartitionSpec = PartitionSpec()
     """The mesh axes along which each dim is cut."""
     dims: tuple[tuple[int, int], ...] = ()
-    """Of each dim the number of parts, and the length of one."""
+    """The number of parts along each dim, and the length of one."""
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ class Listed(NamedTuple):
     files: Mapping[str, str]
     """The digest of each file, by its path in the checkpoint."""
     cuts: Mapping[str, Sequence[tuple[int, int]]] = {}
-    """Of arrays in which one part lies behind the other, as devices of a replica held them: of each dim the number of
-    parts, and the length of one."""
+    """The number of parts along each dim, and the length of one, for arrays in which one part lies behind the other, as
+    devices of a replica held them."""
 
 
 def opened(path: Path) -> None:

@@ -194,7 +194,7 @@ class Parts:
         return Messages(pack_all(self._travelling(params)), ((), None))
 
     def gathered_here(self, message: Array) -> Array:
-        """What all replicas have sent as this message; inside a program, where a loss would have such a collective."""
+        """Gathers this message of all replicas inside a program, where a loss would have such a collective."""
         group = self.replica.group
         axis = group.placement.axis_name
         if axis is None:
