@@ -28,6 +28,7 @@ from fddp.buckets import (
     pack,
     place_scalars,
     plan_of_parts,
+    scalar_dtype,
     take_tail,
     unpack,
     unpack_rows,
@@ -37,7 +38,7 @@ from fddp.buckets import (
 from fddp.comm import Communicator
 from fddp.hooks import Reduction, reductions
 from fddp.optim import LocalState, LocalSteps, update
-from fddp.step import Replica, TrainState, average, with_trained
+from fddp.step import Facts, Replica, TrainState, average, with_trained
 
 RANGE = jnp.bfloat16  # weights of many steps times their changes outgrow float16, and no dtype of this range
 
@@ -208,3 +209,16 @@ class Fragment:
     def _joined(self, rows: Any) -> Any:
         """Rows by which buffers are averaged; those of islands count whatever data their replicas have left."""
         return rows if self.parts == 1 else None
+
+
+def scalars_of(facts: Facts) -> Any:
+    """Finds a dtype that holds loss, metrics, weights and buffers.
+
+    Args:
+      facts: of the step.
+
+    Returns:
+      The dtype.
+    """
+    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    return scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))

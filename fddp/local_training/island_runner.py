@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from fddp.buckets import join, scalar_dtype, take_apart
+from fddp.buckets import join, take_apart
 from fddp.comm import Recovery
-from fddp.local_training.fragments import Fragment
+from fddp.local_training.fragments import Fragment, scalars_of
 from fddp.local_training.island_state import contribution, landed
+from fddp.local_training.last_step import LastStep
 from fddp.local_training.local_pieces import Local, by_itself, counted
 from fddp.local_training.local_runner import alone
 from fddp.local_training.merging import Contribution, Leaves
 from fddp.losses import Joined
-from fddp.optim import IslandState, LocalSteps, Met
+from fddp.optim import IslandState, LocalSteps
 from fddp.schedules import Runner, Schedule
 from fddp.step import QUORUM, WHOLE, Copy, Cut, Facts, Held, Replica, TrainState, Way, refuse
 
@@ -89,25 +89,13 @@ def _runner(
             f"an island that does not wait is a process of one replica, and this group has {group.size} replicas in "
             f"{group.processes}: start a process for each island, or let fddp.simulate_islands show what they would do."
         )
-    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    scalars = scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))
     counts = counted(facts, joined=False)
-    everything = Fragment(steps, replica, 0, facts.plan, scalars)
+    everything = Fragment(steps, replica, 0, facts.plan, scalars_of(facts))
     pieces = Local(replica, by_itself(replica, counts), [everything]).alone()
     # After an error an island goes on by itself: no message of another rank could meet a wrong one of its own.
     on_its_own = dataclasses.replace(group, recovery=Recovery(lambda place, seconds: True))
     inner = schedule(on_its_own, pieces, replica.options.donate)
     return island_runner(inner, steps, replica, join_keeper)
-
-
-class Latest(NamedTuple):
-    """The step that ran last."""
-
-    step: Any
-    """Its number, as it was returned: perhaps still computed."""
-    number: int
-    met: Met
-    """The exchanges around it."""
 
 
 def island_runner(inner: Runner, steps: LocalSteps, replica: Replica, join_keeper: JoinKeeper | None) -> Runner:
@@ -122,22 +110,20 @@ def island_runner(inner: Runner, steps: LocalSteps, replica: Replica, join_keepe
     Returns:
       The runner, which counts steps as `state.step` does.
     """
-    latest = Latest(None, 0, Met())
+    last = LastStep()
     keeper: Keeper | None = None
     island = replica.group.rank
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
-        nonlocal latest, keeper
+        nonlocal last, keeper
         held = join(state, shards)
         if keeper is None and join_keeper:
             keeper = join_keeper(replica, held)
-        # The number itself is not asked for, where it is known: it may still be computed.
-        number = latest.number + 1 if held.step is latest.step else int(held.step) + 1
-        fragment, met = steps.sends(number, latest.met)
+        now, fragment = last.following(steps, held.step)
         bare, own = _bare(held)
         (new, info), own, _ = inner.run(bare, pending, own, (), rows)
         new = _whole(join(new, own), held)
-        latest = Latest(new.step, number, met)
+        last = now._replace(step=new.step)
         if keeper and fragment is not None:
             given = contribution(replica, island, new)
             new = landed(replica, steps.mix, new, *keeper.give(given))

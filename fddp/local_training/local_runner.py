@@ -5,16 +5,15 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from fddp.buckets import scalar_dtype
 from fddp.comm import Group, nothing_to_compare, verify
-from fddp.local_training.fragments import Fragment
+from fddp.local_training.fragments import Fragment, scalars_of
 from fddp.local_training.inside import hold, inside, keys_of_island, own_rows, own_view, whole_view
+from fddp.local_training.last_step import LastStep
 from fddp.local_training.local_pieces import Local, by_itself, counted
 from fddp.losses import Joined, Pending, Sums
-from fddp.optim import LocalState, LocalSteps, Met
-from fddp.schedules import Pieces, Promise, Runner, Schedule, rehearse
+from fddp.optim import LocalState, LocalSteps
+from fddp.schedules import Pieces, Runner, Schedule, rehearse
 from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, Replica, TrainState, Way
 
 TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
@@ -81,8 +80,7 @@ def _accumulate(
 
 
 def _runner(steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
-    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    scalars = scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))
+    scalars = scalars_of(facts)
     fragments = [Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)]
     for fragment in fragments:
         fragment.check()
@@ -94,14 +92,10 @@ def _runner(steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica,
 
 
 class Latest(NamedTuple):
-    """The step that ran last, or is due."""
+    """The step that ran last, or is due, and what runs it."""
 
-    step: Any
-    """Its number, as it was returned: perhaps still computed."""
-    number: int
+    last: LastStep
     runner: Runner
-    met: Met
-    """The synchronizations around it."""
 
 
 def local_runner(schedule: Schedule, local: Local, group: Group, together: Pieces, donate: bool) -> Runner:
@@ -124,24 +118,19 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
         return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
 
     first = of_kind(0)
-    latest = Latest(None, 0, first, Met())
+    latest = Latest(LastStep(), first)
 
     def due(state: TrainState) -> Latest:
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return latest._replace(runner=first)
-        # The number itself is not asked for, where it is known: it may still be computed.
-        step = state.step
-        if isinstance(step, Promise) and step is not latest.step:
-            step = step.result()
-        number = latest.number + 1 if step is latest.step else int(jax.device_get(step)) + 1
-        fragment, met = local.steps.sends(number, latest.met)
-        return Latest(None, number, of_kind(TOGETHER if number <= local.steps.start else fragment), met)
+        last, fragment = latest.last.following(local.steps, state.step)
+        return Latest(last, of_kind(TOGETHER if last.number <= local.steps.start else fragment))
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal latest
         now = due(state)
         result, shards, _ = now.runner.run(state, pending, shards, (), rows)
-        latest = now._replace(step=result[0].step)
+        latest = now._replace(last=now.last._replace(step=result[0].step))
         return result, shards, memory
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
