@@ -1,7 +1,7 @@
 """Random configurations: a small problem, an optimizer, options and batches, all of them from one seed."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,16 +136,8 @@ def draw(seed: int) -> Drawn:
     numbers = np.random.default_rng(seed)
     x64, replicas = chance(0.35), pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
     dtypes, params = leaves_of(pick, numbers, x64)
-    order = list(dtypes)
-    pick.shuffle(order)
-    if chance(0.25) and len(order) > 1:
-        order.pop()  # a leaf that nobody uses
-    if chance(0.3):
-        order.append(order[0])  # tied
-
-    form = {name for name, p in FORMS.items() if chance(p)}
-    branch = "branch" in form and len(set(order)) > 1
-    form = form if branch else form - {"branch"}
+    order = order_of(pick, dtypes, 0.25)
+    form = form_of(pick, order)
     rows = pick.choices(("rows", "stacked", "joined"), (7, 2, 2))[0]
     optimizer = pick.choice(list(OPTIMIZERS))
     local = _local(pick) if chance(0.22) else {}
@@ -179,6 +171,23 @@ def draw(seed: int) -> Drawn:
 
 
 FORMS = {"weighted": 0.3, "aux": 0.4, "model_state": 0.35, "rng": 0.25, "shared rng": 0.1, "branch": 0.12}
+
+
+def order_of(pick: random.Random, leaves: Iterable[str], unused: float) -> list[str]:
+    """Draws the leaves in the order in which a loss uses them; one is unused with this chance, and one may be tied."""
+    order = list(leaves)
+    pick.shuffle(order)
+    if pick.random() < unused and len(order) > 1:
+        order.pop()
+    if pick.random() < 0.3:
+        order.append(order[0])
+    return order
+
+
+def form_of(pick: random.Random, order: Sequence[str]) -> set[str]:
+    """Draws the form of a loss; a branch needs two leaves."""
+    form = {name for name, chance in FORMS.items() if pick.random() < chance}
+    return form if len(set(order)) > 1 else form - {"branch"}
 
 
 def leaves_of(pick: random.Random, numbers: np.random.Generator, x64: bool) -> tuple[dict[str, str], dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.drawn import FORMS, HOOKS, OPTIMIZERS, PARTS, Drawn, calls_of, leaves_of, options_of
+from bench.drawn import HOOKS, OPTIMIZERS, PARTS, Drawn, calls_of, form_of, leaves_of, options_of, order_of
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"shard": "optimizer"},
@@ -30,15 +30,8 @@ def draw_shards(seed: int) -> Drawn:
     x64 = chance(0.6)
     replicas = pick.choice((2, 2, 3, 4, 4, 8))
     dtypes, params = leaves_of(pick, numbers, x64)
-    order = list(dtypes)
-    pick.shuffle(order)
-    if chance(0.15) and len(order) > 1:
-        order.pop()  # a leaf that nobody uses
-    if chance(0.3):
-        order.append(order[0])  # tied
-
-    form = {name for name, p in FORMS.items() if chance(p)}
-    form = form if len(set(order)) > 1 else form - {"branch"}
+    order = order_of(pick, dtypes, 0.15)
+    form = form_of(pick, order)
     rows = pick.choices(("rows", "stacked", "joined"), (6, 1, 3))[0]
     if rows == "rows" and chance(0.35):
         form = form - OF_A_SLICE | {"statistics"}
