@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, error_of, same_on_all_ranks
-from problems import layer, square
+from problems import by_plain_jax, layer, square
 
 import fddp
 
@@ -18,11 +18,7 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
     mine = batch.reshape(group.size, -1, 3)[group.rank]
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
-    expected = jax.tree.map(jnp.asarray, params)
-    opt_state = optimizer.init(expected)
-    for _ in range(3):
-        updates, opt_state = optimizer.update(jax.grad(layer)(expected, batch), opt_state, expected)
-        expected = optax.apply_updates(expected, updates)
+    expected, opt_state = by_plain_jax(layer, optimizer, params, batch, 3)
     ways = (
         ("fused", "optimizer", 1, False),
         ("staged", "optimizer", 4, False),
