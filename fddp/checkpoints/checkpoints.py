@@ -111,6 +111,8 @@ class Checkpoints:
             self._before = int(state.step) - self._step.steps
             self._last = int(state.step) - 1
         number = self._before + self._step.steps
+        if now:  # islands that do not wait may have made unequally many steps
+            number = int(self._group.all_reduce(np.int64(number), "max"))
         due = number // self._every > self._last // self._every and state.accumulated is None
         if number == self._last or not (due or now):
             return False

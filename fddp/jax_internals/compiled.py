@@ -24,4 +24,5 @@ def packed(f: Callable[..., Any], *forms: Any) -> bytes:
 
 def unpacked(program: bytes) -> Callable[..., Any]:
     """Loads what `packed` made, in whatever process of the same host."""
-    return serialize_executable.deserialize_and_load(*pickle.loads(program))
+    one = jax.local_devices(backend="cpu")[:1]
+    return serialize_executable.deserialize_and_load(*pickle.loads(program), backend="cpu", execution_devices=one)

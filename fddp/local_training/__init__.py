@@ -9,6 +9,7 @@ from fddp.local_training.in_turn import Islands as Islands
 from fddp.local_training.in_turn import replay as replay
 from fddp.local_training.in_turn import simulate as simulate
 from fddp.local_training.island_runner import islands as islands
+from fddp.local_training.island_state import Island as Island
 from fddp.local_training.keeper_door import join_keeper as join_keeper
 from fddp.local_training.local_runner import alone as alone
 from fddp.local_training.merge_log import read_log as read_log

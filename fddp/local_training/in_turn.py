@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fddp.local_training.island_state import contribution, landed, version_of
+from fddp.local_training.island_state import Island, version_of
 from fddp.local_training.merge_log import Line, Meeting, Merged
 from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
 from fddp.optim import Arrival, LocalSteps, Met, Quorum, due_at
-from fddp.step import Replica, TrainState
+from fddp.step import TrainState
 
 # (state, batch) → (state, what the step tells)
 Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
@@ -34,7 +34,7 @@ class InTurn:
     """Islands that take turns."""
 
     optimizer: LocalSteps
-    replica: Replica
+    islands: Sequence[Island]
     steps: Sequence[Step]
     """The step of each island."""
     merging: Merging
@@ -67,7 +67,7 @@ class InTurn:
 
     def given(self, island: int) -> Contribution:
         """The contribution of an island."""
-        return contribution(self.replica, island, self.states[island])
+        return self.islands[island].contribution(self.states[island])
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
         """Merges contributions, and notes their order."""
@@ -77,8 +77,7 @@ class InTurn:
 
     def land(self, island: int, shared: SharedParams) -> None:
         """Lets an island go on with shared parameters."""
-        mix = self.optimizer.mix
-        self.states[island] = landed(self.replica, mix, self.states[island], shared.version, shared.params)
+        self.states[island] = self.islands[island].landed(self.optimizer.mix, self.states[island], shared)
 
     def meet(self) -> None:
         """Lets all islands go on with the newest parameters."""

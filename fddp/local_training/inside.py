@@ -14,6 +14,7 @@ from fddp.buckets import Shard, is_shard, join, of_rows
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
+from fddp.optim import IslandState, LocalState
 from fddp.step import Copy, Cut, Held, Replica, TrainState, Way
 
 
@@ -48,7 +49,7 @@ def hold(way: Way, replica: Replica, trained: Any, opt_state: Any, model_state: 
       way: of the replicas of an island.
       replica: one of all.
       trained: the parameters that are trained, None in place of others.
-      opt_state: a `LocalState`.
+      opt_state: a `LocalState` or an `IslandState`.
       model_state: the buffers.
       cut: cuts an array into parts.
       copy: makes a copy.
@@ -67,8 +68,16 @@ def hold(way: Way, replica: Replica, trained: Any, opt_state: Any, model_state: 
     params, inner, _ = way.hold(replica, trained, opt_state.inner, model_state, cut_in_each, copy)
     params = jax.tree.map(lambda x, part: copy(x) if part is None else part, trained, params)
     inner = jax.tree.map(kept, inner, is_leaf=is_shard)
-    held = opt_state._replace(inner=inner, weight=copy(opt_state.weight))
+    held = shared_held(opt_state, copy)._replace(inner=inner, weight=copy(opt_state.weight))
     return params, held, jax.tree.map(copy, model_state)
+
+
+def shared_held(opt_state: Any, copy: Copy) -> Any:
+    """Holds shared parameters: islands that do not wait have each taken others, so that these are an island's own."""
+    if isinstance(opt_state, LocalState):
+        return opt_state
+    shared, version, outer, *others = opt_state
+    return IslandState(*jax.tree.map(copy, (shared, version, outer)), *others)
 
 
 def own_view(state: TrainState, shards: Any) -> TrainState:

@@ -1,61 +1,58 @@
 """The way of islands that do not wait for each other, and its runner.
 
-An island trains alone. Now and then it sends its pseudo-gradient to the keeper of the shared parameters, which answers
-with the newest ones when the quorum is there. Here no message goes from replica to replica.
+Inside of an island each step is an ordinary one. Now and then the island sends its pseudo-gradient to the keeper of the
+shared parameters, which answers with the newest ones when the quorum is there. Here no message goes from island to
+island, but for steps at the beginning that average the gradients of all.
 """
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from fddp.buckets import join, take_apart
-from fddp.comm import Recovery
-from fddp.local_training.fragments import Fragment, scalars_of
-from fddp.local_training.island_state import contribution, landed
+from fddp.local_training.island_state import Island, island_of
 from fddp.local_training.last_step import LastStep
-from fddp.local_training.local_pieces import Local, by_itself, counted
-from fddp.local_training.local_runner import alone
-from fddp.local_training.merging import Contribution, Leaves
+from fddp.local_training.local_runner import alone, kinds
+from fddp.local_training.merging import Contribution, SharedParams
 from fddp.losses import Joined
 from fddp.optim import IslandState, LocalSteps
 from fddp.schedules import Runner, Schedule
-from fddp.step import QUORUM, WHOLE, Copy, Cut, Facts, Held, Replica, TrainState, Way, refuse
+from fddp.step import QUORUM, Facts, Replica, TrainState, Way, refuse
 
 
 class Keeper(NamedTuple):
-    """The keeper of the shared parameters, as an island sees it."""
+    """The keeper of the shared parameters, as the processes of an island see it, which call it together."""
 
-    give: Callable[[Contribution], tuple[int, Leaves]]
-    """Sends a pseudo-gradient, and returns the newest parameters, with their version, once it is merged."""
-    meet: Callable[[], tuple[int, Leaves]]
-    """Waits until all islands meet, and returns the newest parameters."""
-
-
-# Joins the keeper when an island makes its first step, with the state that it begins with; every island calls it.
-JoinKeeper = Callable[[Replica, TrainState], Keeper]
+    give: Callable[[Contribution], SharedParams]
+    """Sends a pseudo-gradient, and returns the newest parameters once it is merged."""
+    meet: Callable[[], SharedParams]
+    """Waits until all islands meet, and returns the newest parameters, with the state of the outer optimizer."""
 
 
-def islands(steps: LocalSteps, join_keeper: JoinKeeper | None) -> Way:
+# Joins the keeper before an island's first step alone, with the state that it begins with; every process calls it.
+JoinKeeper = Callable[[Island, TrainState], Keeper]
+
+
+def islands(steps: LocalSteps, inner: Way, join_keeper: JoinKeeper | None) -> Way:
     """Makes the way.
 
     Args:
       steps: the optimizer, made by `fddp.local_steps` with a quorum.
+      inner: the way in which the replicas of an island hold a state.
       join_keeper: joins the keeper; None: islands only train, and whoever steps them merges.
 
     Returns:
       The way.
     """
-    return alone(steps, WHOLE)._replace(
+    way = alone(steps, inner)
+    return way._replace(
         name=QUORUM,
-        more=(),
         check_batch=_check_batch,
-        hold=_hold,
         seen=_seen,
-        runner=partial(_runner, steps, join_keeper),
-        waits=False,
+        runner=partial(_runner, steps, inner, join_keeper),
     )
 
 
@@ -63,11 +60,6 @@ def _check_batch(replica: Replica, batch: Any, rows: int) -> None:
     del rows
     if isinstance(batch, Joined):
         refuse(replica.asked | {"fddp.join": "fddp.join"})
-
-
-def _hold(replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
-    del replica, cut
-    return jax.tree.map(copy, (trained, opt_state, model_state))
 
 
 def _seen(replica: Replica, state: TrainState) -> TrainState:
@@ -81,30 +73,32 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
 
 
 def _runner(
-    steps: LocalSteps, join_keeper: JoinKeeper | None, schedule: Schedule, replica: Replica, facts: Facts
+    steps: LocalSteps,
+    inner: Way,
+    join_keeper: JoinKeeper | None,
+    schedule: Schedule,
+    replica: Replica,
+    facts: Facts,
 ) -> Runner:
-    group = replica.group
-    if group.size > group.processes:
-        raise ValueError(
-            f"an island that does not wait is a process of one replica, and this group has {group.size} replicas in "
-            f"{group.processes}: start a process for each island, or let fddp.simulate_islands show what they would do."
-        )
-    counts = counted(facts, joined=False)
-    everything = Fragment(steps, replica, 0, facts.plan, scalars_of(facts))
-    pieces = Local(replica, by_itself(replica, counts), [everything]).alone()
-    # After an error an island goes on by itself: no message of another rank could meet a wrong one of its own.
-    on_its_own = dataclasses.replace(group, recovery=Recovery(lambda place, seconds: True))
-    inner = schedule(on_its_own, pieces, replica.options.donate)
-    return island_runner(inner, steps, replica, join_keeper)
+    island = island_of(steps, replica)
+    local, together = kinds(steps, inner, replica, facts)
+    # After an error an island goes on by itself: no message of another one could meet a wrong one of its own.
+    on_its_own = replace(replica.group, recovery=island.members.recovery)
+    alone = schedule(on_its_own, local.alone(), replica.options.donate)
+    first = schedule(replica.group, together, replica.options.donate) if steps.start else alone
+    return island_runner(alone, first, steps, island, join_keeper)
 
 
-def island_runner(inner: Runner, steps: LocalSteps, replica: Replica, join_keeper: JoinKeeper | None) -> Runner:
+def island_runner(
+    alone: Runner, together: Runner, steps: LocalSteps, island: Island, join_keeper: JoinKeeper | None
+) -> Runner:
     """Makes the runner.
 
     Args:
-      inner: a step of an island alone.
+      alone: a step of an island alone.
+      together: a step that averages the gradients of all replicas, for the first `steps.start` ones.
       steps: says when an exchange is due.
-      replica: what one replica does.
+      island: this process's.
       join_keeper: as for `islands`.
 
     Returns:
@@ -112,50 +106,72 @@ def island_runner(inner: Runner, steps: LocalSteps, replica: Replica, join_keepe
     """
     last = LastStep()
     keeper: Keeper | None = None
-    island = replica.group.rank
+    recovery = island.members.recovery
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal last, keeper
+        now, fragment = last.following(steps, state.step)
+        if now.number <= steps.start:
+            result, shards, _ = together.run(state, pending, shards, (), rows)
+            last = now._replace(step=result[0].step)
+            return result, shards, memory
         held = join(state, shards)
         if keeper is None and join_keeper:
-            keeper = join_keeper(replica, held)
-        now, fragment = last.following(steps, held.step)
+            keeper = join_keeper(island, held)
         bare, own = _bare(held)
-        (new, info), own, _ = inner.run(bare, pending, own, (), rows)
+        with recovery:
+            (new, info), own, _ = alone.run(bare, pending, own, (), rows)
         new = _whole(join(new, own), held)
         last = now._replace(step=new.step)
         if keeper and fragment is not None:
-            given = contribution(replica, island, new)
-            new = landed(replica, steps.mix, new, *keeper.give(given))
-            info = info._replace(sent=info.sent.at[-1].add(sum(x.nbytes for x in given.change)))
+            given = island.contribution(new)
+            new = island.landed(steps.mix, new, keeper.give(given))
+            if island.members.is_main:
+                info = info._replace(sent=info.sent.at[-1].add(sum(x.nbytes for x in given.change)))
         new, shards = take_apart(new)
         return (new, info), shards, memory
 
     def meet(state: TrainState) -> TrainState:
         if keeper is None:
             return state
-        given = contribution(replica, island, state)
+        given = island.contribution(state)
         if given.weight:
             keeper.give(given)
-        return landed(replica, steps.mix, state, *keeper.meet())
+        return island.landed(steps.mix, state, keeper.meet())
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
+        if together_is_due(state):
+            return together.lower(state, pending, shards, (), rows)  # pyright: ignore[reportOptionalCall]
         bare, own = _bare(join(state, shards))
-        return inner.lower(bare, pending, own, (), rows)  # pyright: ignore[reportOptionalCall]
+        return alone.lower(bare, pending, own, (), rows)  # pyright: ignore[reportOptionalCall]
 
     def tasks(state: Any, pending: Any, shards: Any, rows: Any) -> Any:
+        if together_is_due(state):
+            return together.tasks(state, pending, shards, rows)
         bare, own = _bare(join(state, shards))
-        return inner.tasks(bare, pending, own, rows)
+        return alone.tasks(bare, pending, own, rows)
 
-    return inner._replace(run=run, lower=lower if inner.lower else None, tasks=tasks, meet=meet)
+    def together_is_due(state: Any) -> bool:
+        if not steps.start or isinstance(state.step, jax.ShapeDtypeStruct):
+            return False
+        return last.following(steps, state.step)[0].number <= steps.start
+
+    return alone._replace(
+        run=run,
+        lower=lower if alone.lower else None,
+        tasks=tasks,
+        meet=meet,
+        waits=together_is_due,
+    )
 
 
 def _bare(held: TrainState) -> tuple[Any, Any]:
-    """A state without the shared parameters, which a step alone neither reads nor writes, taken apart."""
-    return take_apart(held._replace(opt_state=held.opt_state._replace(shared=(), version=())))
+    """A state without what islands share, which a step alone neither reads nor writes, taken apart."""
+    return take_apart(held._replace(opt_state=held.opt_state._replace(shared=(), version=(), outer=())))
 
 
 def _whole(bare: TrainState, held: TrainState) -> TrainState:
-    """A state with the shared parameters of another: the inverse of `_bare`."""
+    """A state with what islands share of another: the inverse of `_bare`."""
     kept: IslandState = held.opt_state
-    return bare._replace(opt_state=bare.opt_state._replace(shared=kept.shared, version=kept.version))
+    opt_state = bare.opt_state._replace(shared=kept.shared, version=kept.version, outer=kept.outer)
+    return bare._replace(opt_state=opt_state)

@@ -134,9 +134,10 @@ class _Keeper:
                     return
                 island = int(hello["island"])
                 while True:
-                    done = self._heard(island, door, hear(door))
-                    newest = self._wait(island, door, done)
-                    tell(door, {"version": newest.version}, newest.params)
+                    line = hear(door)
+                    newest = self._wait(island, door, self._heard(island, door, line))
+                    outer = newest.outer if "meets" in line else ()
+                    tell(door, {"version": newest.version}, [*newest.params, *outer])
         except (OSError, ValueError):
             pass  # it has left; the watchers know whether it died
         finally:

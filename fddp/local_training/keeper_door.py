@@ -11,7 +11,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +25,11 @@ from fddp.comm import Group, nothing_to_compare, on_one_host, own_addresses, ver
 from fddp.jax_internals import packed
 from fddp.local_training.frames import hear, hear_arrays, tell
 from fddp.local_training.island_runner import Keeper
-from fddp.local_training.island_state import leaves_of, version_of
+from fddp.local_training.island_state import Island, leaves_of, version_of
 from fddp.local_training.keeper import Job
-from fddp.local_training.merging import Contribution, Leaves, first_shared, merge_forms, merging_of
+from fddp.local_training.merging import Contribution, SharedParams, merge_forms, merging_of
 from fddp.optim import LocalSteps
-from fddp.step import Replica, TrainState
+from fddp.step import TrainState
 
 CONNECT_S = 5.0
 RUN = "import sys; sys.path.insert(0, sys.argv[1]); from fddp.local_training.keeper import main; main()"
@@ -43,12 +43,12 @@ class Place(NamedTuple):
     token: str
 
 
-def join_keeper(steps: LocalSteps, replica: Replica, state: TrainState) -> Keeper:
-    """Starts the keeper beside rank 0, and connects this island with it; every rank calls it before its first step.
+def join_keeper(steps: LocalSteps, island: Island, state: TrainState) -> Keeper:
+    """Starts the keeper beside rank 0, and connects this island with it; every rank calls it before it trains alone.
 
     Args:
       steps: the optimizer.
-      replica: what one replica does.
+      island: this process's.
       state: this island's first state. Where a training goes on, the newest shared parameters of all islands count.
 
     Returns:
@@ -57,53 +57,79 @@ def join_keeper(steps: LocalSteps, replica: Replica, state: TrainState) -> Keepe
     Raises:
       RuntimeError: it does not start, or cannot be reached; on every rank.
     """
-    group = replica.group
-    version, params = _newest(group, state)
+    group = island.replica.group
+    newest = _newest(group, state)
     hosts = ["127.0.0.1"] if on_one_host(group) else own_addresses()
 
     def start() -> Place | None:
-        return _start(steps, group.processes, version, params, hosts) if group.is_main else None
+        if not group.is_main:
+            return None
+        return _start(steps, group.processes // island.members.processes, newest, state, hosts)
 
     place = group.broadcast_object(verify(group, "keeper of the shared parameters", start, nothing_to_compare))
-    door = verify(group, "way to the keeper", lambda: _connect(place, group), nothing_to_compare)
-    atexit.register(door.close)
-    like = leaves_of(state.opt_state.shared)
+    members = island.members
 
-    def give(given: Contribution) -> tuple[int, Leaves]:
+    def connect() -> socket.socket | Any:
+        return _connect(place, group, island.number) if members.is_main else None
+
+    door = verify(group, "way to the keeper", connect, nothing_to_compare)
+    if members.is_main:
+        atexit.register(door.close)
+
+    def told(ask: Callable[[], SharedParams], like: SharedParams) -> SharedParams:
+        """The keeper's answer to the island's first process, on all of them."""
+
+        def asked() -> SharedParams:
+            with _words(group):
+                return ask()
+
+        if members.processes == 1:
+            return asked()
+        answer = verify(members, "exchange", lambda: asked() if members.is_main else like, nothing_to_compare)
+        version, *leaves = members.broadcast((np.int64(answer.version), answer.params, answer.outer))
+        return SharedParams(int(version), *leaves)
+
+    def give(given: Contribution) -> SharedParams:
         line = {"began": given.began, "weight": given.weight, "step": given.step}
-        with _words(group), group.journal.message("pseudo-gradient", sum(x.nbytes for x in given.change)):
-            tell(door, line, given.change)
-            return _answer(door, like)
 
-    def meet() -> tuple[int, Leaves]:
-        with _words(group), group.journal.call("meet", group.processes):
+        def ask() -> SharedParams:
+            with group.journal.message("pseudo-gradient", sum(x.nbytes for x in given.change)):
+                tell(door, line, given.change)
+                return _answer(door, newest._replace(outer=()))
+
+        return told(ask, newest._replace(outer=()))
+
+    def meet() -> SharedParams:
+        def ask() -> SharedParams:
             tell(door, {"meets": True})
-            return _answer(door, like)
+            return _answer(door, newest)
+
+        with group.journal.call("meet", group.processes):
+            return told(ask, newest)
 
     return Keeper(give, meet)
 
 
-def _newest(group: Group, state: TrainState) -> tuple[int, Any]:
-    """The newest shared parameters of all islands, as a tree of host arrays, and their version."""
+def _newest(group: Group, state: TrainState) -> SharedParams:
+    """The newest shared parameters of all islands, and the outer optimizer's state that the same island has."""
     versions = group.all_gather(np.int64(version_of(state)))
-    shared = state.opt_state.shared
-    tree = jax.tree.structure(shared, is_leaf=is_shard)
-    newest = tree.unflatten(leaves_of(shared))
+    newest = leaves_of(state.opt_state.shared), leaves_of(state.opt_state.outer)
     if versions.any():  # islands that begin anew have equal parameters
         newest = group.broadcast(newest, root=int(np.argmax(versions)))
-    return int(versions.max()), newest
+    return SharedParams(int(versions.max()), *newest)
 
 
-def _start(steps: LocalSteps, islands: int, version: int, params: Any, hosts: list[str]) -> Place:
+def _start(steps: LocalSteps, islands: int, shared: SharedParams, state: TrainState, hosts: list[str]) -> Place:
     """Starts the keeper as a process of this host."""
     rule: Any = steps.quorum
-    shared = first_shared(steps, params, version)
+    tree = jax.tree.structure(state.opt_state.shared, is_leaf=is_shard)
+    params = tree.unflatten(shared.params)
     add, step = map(lambda f, forms: packed(f, *forms), merging_of(steps, params), merge_forms(shared))
     token = secrets.token_hex(16)
     x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     bind = hosts[0] if hosts == ["127.0.0.1"] else ""
     job = Job(replace(rule, discount=None), islands, shared, add, step, token, bind, x64)
-    if rule.log and not version:
+    if rule.log and not shared.version:
         Path(rule.log).write_text("")
     # A session of its own: what stops or ends the group of processes of rank 0 must leave it.
     process = subprocess.Popen(
@@ -126,7 +152,7 @@ def _start(steps: LocalSteps, islands: int, version: int, params: Any, hosts: li
     return Place(hosts, int(port), token)
 
 
-def _connect(place: Place, group: Group) -> socket.socket:
+def _connect(place: Place, group: Group, island: int) -> socket.socket:
     """Connects this island with the keeper."""
     failures = []
     for host in place.addresses:
@@ -137,17 +163,17 @@ def _connect(place: Place, group: Group) -> socket.socket:
             continue
         door.settimeout(group.journal.stall_s)
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tell(door, {"token": place.token, "island": group.rank})
+        tell(door, {"token": place.token, "island": island})
         return door
     raise RuntimeError(f"the keeper of the shared parameters, beside rank 0, cannot be reached: {'; '.join(failures)}.")
 
 
-def _answer(door: socket.socket, like: Sequence[np.ndarray]) -> tuple[int, Leaves]:
+def _answer(door: socket.socket, like: SharedParams) -> SharedParams:
     """Waits for the newest shared parameters."""
     while "version" not in (line := hear(door)):
         if "fails" in line:
             raise RuntimeError(f"the keeper of the shared parameters failed:\n{line['fails']}")
-    return line["version"], hear_arrays(door, like)
+    return SharedParams(line["version"], *(hear_arrays(door, leaves) for leaves in (like.params, like.outer)))
 
 
 @contextmanager

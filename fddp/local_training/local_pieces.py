@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fddp.buckets import Messages, copy_of, is_shard, join, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.local_training.fragments import Fragment
-from fddp.local_training.inside import Trains, keys_of_island, own_copies, own_rows, own_view
+from fddp.local_training.inside import Trains, keys_of_island, own_copies, own_rows, own_view, shared_held
 from fddp.optim import LocalState, LocalSteps, scale_of, skipped
 from fddp.schedules import Pieces, Round, sent_by_bucket
 from fddp.step import Facts, Mean, Replica, StepInfo, TrainState, with_trained
@@ -260,7 +260,7 @@ class Local:
         copy = partial(copy_of, self.replica.group.copy_ranks)
         held = (self.fragments[0].trained(own.params), own.opt_state, own.model_state)
         params, of_island, buffers = jax.tree.map(lambda x: x if is_shard(x) else copy(x), held, is_leaf=is_shard)
-        opt_state = local._replace(inner=of_island.opt_state, weight=of_island.weight)
+        opt_state = shared_held(local, copy)._replace(inner=of_island.opt_state, weight=of_island.weight)
         params = with_trained(own.params, params)
         state = own._replace(params=params, model_state=buffers, opt_state=opt_state, rng=before.rng)
         return take_apart((state, info))

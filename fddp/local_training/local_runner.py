@@ -80,6 +80,21 @@ def _accumulate(
 
 
 def _runner(steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+    return local_runner(schedule, *kinds(steps, inner, replica, facts), replica.group, replica.options.donate)
+
+
+def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
+    """Makes the kinds of step.
+
+    Args:
+      steps: the optimizer.
+      inner: the way in which the replicas of an island hold a state.
+      replica: one of all.
+      facts: of the step.
+
+    Returns:
+      The steps of islands, and the pieces of a step that averages the gradients of all replicas.
+    """
     scalars = scalars_of(facts)
     fragments = [Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)]
     for fragment in fragments:
@@ -88,7 +103,8 @@ def _runner(steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica,
     one = fragments[0].parts == 1 and not inner.apart
     island = by_itself(replica, counts) if one else inner.pieces(inside(replica, inner), counts)
     together = inner.pieces(replace(replica, way=inner), counts)
-    return local_runner(schedule, Local(replica, island, fragments), replica.group, together, replica.options.donate)
+    local = Local(replica, island, fragments)
+    return local, local.together(together)
 
 
 class Latest(NamedTuple):
@@ -98,14 +114,14 @@ class Latest(NamedTuple):
     runner: Runner
 
 
-def local_runner(schedule: Schedule, local: Local, group: Group, together: Pieces, donate: bool) -> Runner:
+def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Group, donate: bool) -> Runner:
     """Makes the runner; the schedule makes each kind of step when that is first due.
 
     Args:
       schedule: launches the programs of each kind.
       local: makes the pieces of each kind.
-      group: the replicas.
       together: the pieces of a step that averages gradients.
+      group: the replicas.
       donate: whether programs may reuse the state's memory.
 
     Returns:
@@ -114,7 +130,7 @@ def local_runner(schedule: Schedule, local: Local, group: Group, together: Piece
 
     @cache
     def of_kind(kind: int | None) -> Runner:
-        others = {TOGETHER: lambda: local.together(together), None: local.alone}
+        others = {TOGETHER: lambda: together, None: local.alone}
         return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
 
     first = of_kind(0)

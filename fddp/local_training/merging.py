@@ -78,20 +78,19 @@ def merge(merging: Merging, shared: SharedParams, contributions: Iterable[Contri
     return SharedParams(shared.version + 1, [np.asarray(x) for x in params], [np.asarray(x) for x in outer])
 
 
-def first_shared(steps: LocalSteps, params: Any, version: int = 0) -> SharedParams:
+def first_shared(steps: LocalSteps, params: Any) -> SharedParams:
     """The shared parameters that a training begins with.
 
     Args:
       steps: the optimizer.
       params: the tree of parameters.
-      version: their number of merges, where a training goes on.
 
     Returns:
       The parameters, with a new state of the outer optimizer.
     """
     hosted = jax.tree.map(np.asarray, params)
     outer = [np.asarray(x) for x in jax.tree.leaves(steps.outer.init(hosted))]
-    return SharedParams(version, jax.tree.leaves(hosted), outer)
+    return SharedParams(0, jax.tree.leaves(hosted), outer)
 
 
 def merging_of(steps: LocalSteps, params: Any) -> Merging:

@@ -42,6 +42,8 @@ class IslandState(NamedTuple):
     """The shared parameters that the island took last."""
     version: Int[Array, ""]
     """Their version: the number of merges that made them."""
+    outer: Any
+    """State of the outer optimizer, as it was when islands met last: between meetings the keeper has it."""
     inner: Any
     """State of the inner optimizer."""
     weight: Float[Array, " 1"]
@@ -92,10 +94,12 @@ class LocalSteps:
         return replace(self, quorum=None) if waits else self
 
     def init(self, params: Any) -> LocalState | IslandState:
-        """Makes the first state of both optimizers; with a quorum the outer one's is the keeper's."""
+        """Makes the first state of both optimizers."""
+        outer = self.outer.init(params)
+        inner = self.inner.init(params)
         if self.quorum:
-            return IslandState(params, jnp.zeros((), jnp.int32), self.inner.init(params), jnp.zeros(1))
-        return LocalState(params, self.outer.init(params), self.inner.init(params), jnp.zeros(self.fragments))
+            return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, jnp.zeros(1))
+        return LocalState(params, outer, inner, jnp.zeros(self.fragments))
 
     def update(self, *args: Any, **extra: Any) -> Any:
         """Refuses to update: only a step can make replicas train alone and synchronize."""
@@ -175,7 +179,7 @@ def local_steps(
       island: replicas that train together, as without `local_steps`: so many, one behind the other, or "node": those of
         each node of `group.hierarchical`. What is said here of a replica holds for an island then. Between islands each
         of its replicas sends a part of the pseudo-gradient to those of the same place.
-      quorum: number of islands (processes) whose pseudo-gradients make a step of the outer optimizer. The others are
+      quorum: number of islands whose pseudo-gradients make a step of the outer optimizer. The others are
         not waited for: theirs go into a later step. This gives up DDP's promise, the mathematics of one replica; see
         docs/asynchronous.md. None, or all: every island waits for all others. 1, with `every=1`: the asynchronous
         update of a parameter server.
@@ -231,11 +235,10 @@ def local_steps(
             f"{fragments=}, {every=}."
         )
     rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
-    if rule and (start or fragments > 1 or delay):
+    if rule and (fragments > 1 or delay):
         raise ValueError(
-            f"islands with a quorum train alone from the first step on and send all of their parameters at once: give "
-            f"no start, fragments or delay with quorum; got {start=}, {fragments=}, {delay=}."
+            f"a merge makes one version of all parameters, from which an island's age is counted, and an island that "
+            f"has sent goes on from the version that it is merged into: give no fragments or delay with quorum; got "
+            f"{fragments=}, {delay=}."
         )
-    if rule and island != 1:
-        raise ValueError(f"islands with a quorum are of one replica each, so far: leave island out, got {island=}.")
     return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, rule, island)

@@ -72,6 +72,8 @@ class Runner(NamedTuple):
     """Whether a `Promise` may stand for an array of the state, both in what is given and in what comes back."""
     rehearse: Callable[..., None] = lambda *arguments: None
     """(state, pending, shards, rows), as forms of one replica: tries the steps that are due only later."""
+    waits: Callable[[Any], bool] = lambda state: True
+    """Whether the step that is due waits for all processes of the group."""
     meet: Callable[[Any], Any] = lambda state: state
     """The state, once all islands that do not wait for each other have met; elsewhere the state as it is."""
 

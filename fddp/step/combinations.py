@@ -82,18 +82,17 @@ PAIRS = (
     *(
         Pair(QUORUM, other, why, instead)
         for other, why, instead in (
-            ("shard", "the keeper takes and gives whole parameters", "leave shard out"),
             (
                 "skip_all_reduce_unused_params",
                 "islands agree on nothing before they send",
                 "leave skip_all_reduce_unused_params out",
             ),
             (AXES, "an island is a process of one device", "leave one of them out"),
-            (MEMORY, "a hook sums over replicas, and an island has one", "take a hook without a memory"),
+            (MEMORY, "islands make unequally many sums for it to remember", "take a hook without a memory"),
             (LOOKAHEAD, "it has two sets of parameters", "give plain parameters"),
             (
                 "schedule='eager'",
-                "an island has no sums that could come late, and waits for its parameters to send them",
+                "an island waits for its parameters to send them",
                 "give schedule='fused' or 'staged'",
             ),
             (

@@ -86,7 +86,8 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
     """
     group = settled.replica.group
     timeline = settled.runner.timeline
-    with group.journal.step(_processes(settled)), group.recovery:
+    processes = group.processes if settled.runner.waits(state) else 1  # as the watchers are to know
+    with group.journal.step(processes), group.recovery:
         result, shards, memory = settled.runner.run(*given)
         if timeline:
             group.journal.computed(timeline().computing)
@@ -114,7 +115,7 @@ def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[Train
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
-    journal.adds(_processes(settled))
+    journal.adds(group.processes if settled.runner.waits(state) else 1)
     return state._replace(accumulated=accumulated), means
 
 
@@ -130,11 +131,6 @@ def lower(settled: Settled, given: Given) -> jax.stages.Lowered:
 def tasks(settled: Settled, state: TrainState, given: Given) -> TaskList:
     """The tasks that a step with arguments of this form launches."""
     return settled.runner.tasks(*_of_one_replica(settled, state, given[-1]))
-
-
-def _processes(settled: Settled) -> int:
-    """The number of processes that wait for each other in a step, as the watchers are to know."""
-    return settled.replica.group.processes if settled.replica.way.waits else 1
 
 
 def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any, Any, Any, Any]:

@@ -100,8 +100,6 @@ class Way(NamedTuple):
     """Whether these are sums of gradients, of which a few rows may travel alone."""
     slices: bool
     """Whether slices of gradients, some layers of a stack, may travel as messages of their own."""
-    waits: bool
-    """Whether a step waits for the other processes of the group, as all of them make it together."""
 
 
 def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
@@ -196,6 +194,5 @@ WHOLE = Way(
     sums=True,
     table_rows=True,
     slices=True,
-    waits=True,
 )
 """Every replica holds all of the state and updates all of it; other ways are made of this one, with some fields new."""

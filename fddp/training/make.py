@@ -65,12 +65,13 @@ def train_step(
     check_callable("train_step", "loss_fn", loss_fn)
     check_optimizer("train_step", optimizer)
     settings = read_options("train_step", options)
-    group = group_of("train_step", group)
-    optimizer = optimizer.among(group.size) if isinstance(optimizer, LocalSteps) else optimizer
+    group = in_islands(group_of("train_step", group), optimizer)
+    if isinstance(optimizer, LocalSteps):
+        optimizer = optimizer.among(group.size // optimizer.replicas(group.parts))
     inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
     objective = make_objective(loss_fn, has_aux=has_aux)
     way = way_of(settings, optimizer)
-    replica = Replica(objective, in_islands(group, optimizer), settings, way, loss=name_of(loss_fn))
+    replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))
 
 
@@ -114,7 +115,7 @@ def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
     """
     if isinstance(optimizer, LocalSteps):
         if optimizer.quorum:
-            return islands(optimizer, partial(join_keeper, optimizer))
+            return islands(optimizer, way_of(options), partial(join_keeper, optimizer))
         return alone(optimizer, way_of(options))
     if options.virtual_replicas:
         return virtual(options.virtual_replicas)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from fddp.comm import mesh_group, replica_mesh
 from fddp.local_training import (
     InTurn,
+    Island,
     Islands,
     first_shared,
     islands,
@@ -23,7 +24,7 @@ from fddp.local_training import (
 )
 from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps
-from fddp.step import OptionArguments, Replica, name_of, read_options, with_trained
+from fddp.step import WHOLE, OptionArguments, Replica, name_of, read_options, with_trained
 from fddp.training.train_step import TrainStep
 from fddp.training.update import updated
 
@@ -143,11 +144,15 @@ def _in_turn(
     check_callable(call, "loss_fn", loss_fn)
     if not isinstance(optimizer, LocalSteps) or optimizer.quorum is None:
         raise ValueError(f"{call}: optimizer must be one of fddp.local_steps with a quorum, got {optimizer!r}.")
+    if optimizer.island == "node":
+        raise ValueError(f"{call}: one device has no nodes: give local_steps the number of replicas, island=k.")
     optimizer.among(len(batches))
     group = mesh_group(replica_mesh(jax.local_devices()[:1]))
     objective = make_objective(loss_fn, has_aux=has_aux)
-    way = islands(optimizer, None)
-    replica = Replica(objective, group, read_options(call, options), way, loss=name_of(loss_fn))
+    given = read_options(call, options)
+    # The replicas of an island come one after the other, as micro-batches do.
+    settings = replace(given, accumulation_steps=given.accumulation_steps * optimizer.island)
+    replica = Replica(objective, group, settings, islands(optimizer, WHOLE, None), loss=name_of(loss_fn))
 
     def step(island: int) -> TrainStep:
         # An island draws the random numbers of its rank.
@@ -157,20 +162,15 @@ def _in_turn(
 
     steps = [step(0)] * len(batches) if rng is None else [step(island) for island in range(len(batches))]
     states = [one.init(params, model_state=model_state, rng=rng) for one in steps]
+    rows = [iter(one) for one in batches]
+    numbered = [Island(replica, number, (0,), group) for number in range(len(rows))]
     trained = replica.trained(params)
-    return InTurn(
-        optimizer,
-        replica,
-        steps,
-        on_this_host(merging_of(optimizer, trained)),
-        first_shared(optimizer, trained),
-        states,
-        [iter(one) for one in batches],
-    )
+    merging = on_this_host(merging_of(optimizer, trained))
+    return InTurn(optimizer, numbered, steps, merging, first_shared(optimizer, trained), states, rows)
 
 
 def _result(made: InTurn, params: Any) -> Islands:
     """The islands' result; what is not trained is as it was."""
-    tree = jax.tree.structure(made.replica.trained(params))
+    tree = jax.tree.structure(made.islands[0].replica.trained(params))
     shared = with_trained(params, tree.unflatten(made.shared.params))
     return Islands(shared, tuple(made.states), tuple(made.log))

@@ -18,6 +18,7 @@ from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
 from fddp.schedules import Schedule, TaskList, Timeline
 from fddp.step import (
+    QUORUM,
     Options,
     Replica,
     ScheduleName,
@@ -242,7 +243,8 @@ class TrainStep:
     def __repr__(self) -> str:
         known = self._settled
         how = f"schedule={known.schedule!r}, {known.plan.summary}" if known else "to be settled by the first batch"
-        given_up = "" if self._replica.way.waits else ", islands do not wait: not the mathematics of one replica"
+        late = QUORUM in self._replica.asked
+        given_up = ", islands do not wait: not the mathematics of one replica" if late else ""
         where = f"size={self.group.size}, backend={self.group.backend!r}"
         return f"TrainStep({self._replica.loss}, {where}, {how}{given_up})"
 
