@@ -80,8 +80,8 @@ class Island:
                 return _here(x)
             pieces = sorted(x.parts.addressable_shards, key=lambda one: one.index[0].start or 0)
             mine = np.stack([np.asarray(piece.data) for piece in pieces])
-            rows = self.members.all_gather(mine)
-            return np.asarray(of_rows(rows.reshape(-1, *mine.shape[1:]), x.shape, x.depth))
+            rows = jnp.asarray(self.members.all_gather(mine)).reshape(-1, *mine.shape[1:])
+            return np.asarray(of_rows(rows, x.shape, x.depth))
 
         return [whole(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
 

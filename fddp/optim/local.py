@@ -190,11 +190,12 @@ def local_steps(
       log: file of JSON lines in which the order of all outer steps is written, for `fddp.replay_islands`.
 
     Returns:
-      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum it has `shared`, `inner` and
-      `weight`, too, and beside them the `version` of `shared`: the number of outer steps that made it.
+      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum `shared` is what an island took last,
+      `outer` is as of the last `fddp.meet`, and beside them is the `version` of `shared`: the number of outer steps
+      that made it.
 
     Raises:
-      ValueError: a number is out of its range.
+      ValueError: a number is out of its range; or `fragments` or `delay` is given with `quorum`.
       TypeError: an optimizer is none of optax's, or a number is none.
 
     Example:

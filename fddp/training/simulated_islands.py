@@ -45,9 +45,9 @@ def simulate_islands(
 
     Args:
       loss_fn: as for `train_step`.
-      optimizer: made by `local_steps` with a quorum.
+      optimizer: made by `local_steps` with a quorum; the replicas of an island come one after the other.
       params: the first parameters, of all islands.
-      batches: those of each island; so many islands there are.
+      batches: those of each island, of all of its replicas; so many islands there are.
       seconds: (island, number of the step, from 1) → the seconds that the step takes; merging takes none.
       model_state: as for `step.init`.
       rng: likewise.
@@ -58,7 +58,7 @@ def simulate_islands(
       The shared parameters, the islands' states and the order of the merges, once all islands have met.
 
     Raises:
-      ValueError: the optimizer has no quorum, or one of more islands than there are.
+      ValueError: the optimizer has no quorum, or one of more islands than there are; or it has `start`.
       TypeError: as `train_step`.
 
     Example:
@@ -93,14 +93,16 @@ def replay_islands(
     has_aux: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Islands:
-    """Makes an asynchronous training again on one device, to the same bits, in the order in which its log has merges.
+    """Makes an asynchronous training again on one device, in the order in which its log has merges.
+
+    Islands of one replica have the same bits again; of several replicas the sums are rounded in another order.
 
     Args:
       log: the file that `local_steps(log=)` named, or `Islands.log`.
       loss_fn: that of the training, as all that follows.
       optimizer: made by `local_steps` with a quorum.
       params: the first parameters.
-      batches: those of each island, in order of rank.
+      batches: those of each island: the rows of its replicas, in order of rank.
       model_state: as for `step.init`.
       rng: likewise.
       has_aux: as for `train_step`.
@@ -110,7 +112,7 @@ def replay_islands(
       The shared parameters, the islands' states and the order of the merges.
 
     Raises:
-      ValueError: the log is of another training.
+      ValueError: the log is of another training; or one device cannot make it again.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -124,6 +126,11 @@ def replay_islands(
       >>> float(fddp.replay_islands(done.log, *given).params)
       3.5
     """
+    if rng is not None and isinstance(optimizer, LocalSteps) and optimizer.island != 1:
+        raise ValueError(
+            f"replay_islands: each replica of an island draws random numbers of its own, and one device draws others: "
+            f"it can make islands of one replica again with rng=, and others without; got island={optimizer.island!r}."
+        )
     made = _in_turn("replay_islands", loss_fn, optimizer, params, batches, model_state, rng, has_aux, options)
     replay(made, read_log(log))
     return _result(made, params)
@@ -146,6 +153,11 @@ def _in_turn(
         raise ValueError(f"{call}: optimizer must be one of fddp.local_steps with a quorum, got {optimizer!r}.")
     if optimizer.island == "node":
         raise ValueError(f"{call}: one device has no nodes: give local_steps the number of replicas, island=k.")
+    if optimizer.start:
+        raise ValueError(
+            f"{call}: the first {optimizer.start} steps are of all islands together, which is no matter of order: give "
+            "the parameters that they have made, and start=0."
+        )
     optimizer.among(len(batches))
     group = mesh_group(replica_mesh(jax.local_devices()[:1]))
     objective = make_objective(loss_fn, has_aux=has_aux)

@@ -62,6 +62,11 @@ def gradient(params: dict[str, Any], x: np.ndarray) -> dict[str, np.ndarray]:
     return {"b": -back.sum(axis=0), "w": x.T @ (back * (1 - y**2))}
 
 
+def halves(count: int) -> list[np.ndarray]:
+    """Batches that two replicas share: the first two islands' rows, one behind the other."""
+    return [np.concatenate(both) for both in zip(rows(0, count), rows(1, count))]
+
+
 def by_hand(
     counts: Sequence[int],
     order: Order,
@@ -254,6 +259,38 @@ def test_a_run_is_made_again_from_its_log_to_the_same_bits(tmp_path: Path):
 
 
 @pytest.mark.steps
+def test_an_island_of_two_counts_as_one_replica_with_its_rows(x64: None):
+    batches = [halves(4), halves(2)[::-1]]
+    options: Any = {"outer": optax.sgd(0.7, momentum=0.9), "every": 2, "quorum": 1, "mix": 0.25}
+    simulate: Any = partial(
+        fddp.simulate_islands, params=PARAMS, batches=batches, seconds=lambda island, step: 1 + island
+    )
+    two = simulate(layer, fddp.local_steps(optax.adam(RATE), island=2, **options))
+    one = simulate(layer, fddp.local_steps(optax.adam(RATE), **options))
+    close(two.params, one.params)
+    # Twice as many replicas, which weigh twice as much.
+    twice = [line._replace(weights=tuple(2 * w for w in line.weights)) for line in one.log[:-1]]
+    assert list(two.log[:-1]) == twice
+    again = fddp.replay_islands(
+        two.log, layer, fddp.local_steps(optax.adam(RATE), island=2, **options), PARAMS, batches
+    )
+    trees.same_bits(again.params, two.params)
+
+
+def test_what_one_device_cannot_make_again_is_refused():
+    def again(rng: Any = None, **options: Any) -> Any:
+        optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, **options)
+        return fddp.replay_islands([], layer, optimizer, PARAMS, [rows(0, 1), rows(1, 1)], rng=rng)
+
+    with pytest.raises(ValueError, match="one device has no nodes"):
+        again(island="node")
+    with pytest.raises(ValueError, match="the first 3 steps are of all islands together"):
+        again(start=3)
+    with pytest.raises(ValueError, match="each replica of an island draws random numbers of its own"):
+        again(jax.random.key(0), island=2)
+
+
+@pytest.mark.steps
 def test_a_log_of_another_training_is_refused():
     done = simulated([4, 2], [1.0, 3.5], every=1, quorum=1)
     again: Any = partial(fddp.replay_islands, loss_fn=layer, optimizer=fddp.local_steps(optax.sgd(RATE), quorum=1))
@@ -281,8 +318,8 @@ def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
         ({"quorum": 1, "max_staleness": 0.5}, "max_staleness must be a whole number of 0 or more, got 0.5"),
         ({"grace_s": 1.0}, "grace_s is a rule of islands that do not wait: give quorum, too"),
         ({"max_staleness": 0}, "max_staleness is a rule of islands that do not wait"),
-        ({"quorum": 1, "start": 5}, "give no start, fragments or delay with quorum; got start=5"),
-        ({"quorum": 1, "fragments": 2, "every": 4}, "got start=0, fragments=2, delay=0"),
+        ({"quorum": 1, "delay": 1, "every": 4}, "give no fragments or delay with quorum; got fragments=1, delay=1"),
+        ({"quorum": 1, "fragments": 2, "every": 4}, "got fragments=2, delay=0"),
     ],
 )
 def test_a_rule_that_cannot_be_followed_is_refused(options: dict[str, Any], words: str):
@@ -300,7 +337,7 @@ def test_a_quorum_of_more_islands_than_there_are_is_refused(group: Any):
 def test_replicas_of_one_process_are_told_that_islands_are_processes(group: Any):
     step = fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group(2))
     assert "not the mathematics of one replica" in repr(step)
-    with pytest.raises(ValueError, match="an island that does not wait is a process of one replica"):
+    with pytest.raises(ValueError, match="an island that does not wait is a process, or several, and"):
         step(step.init(PARAMS), np.ones((4, 3)))
 
 

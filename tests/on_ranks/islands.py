@@ -70,16 +70,48 @@ def an_island_that_is_stopped_stops_no_other_be_it_rank_0(group: fddp.Group):
             ]
 
 
-def train_while_one_is_stopped(group: fddp.Group, stopped: int, folder: Path) -> None:
-    """After its first step a rank is stopped until all others have made twenty more."""
+@claim(sizes=(4,), quick=())
+def an_island_whose_leader_is_stopped_is_late_as_a_whole(group: fddp.Group):
+    with shared_folder(group) as folder:
+        train_while_one_is_stopped(group, 2, folder, island=2)
+        *merges, _ = read_log(folder / "merges.jsonl")
+        came = [island for line in merges if isinstance(line, Merged) for island in line.islands]
+        assert (came.count(0), came.count(1)) == (21, 1)
+
+
+@claim(sizes=(4,), quick=())
+def islands_of_two_are_made_again_from_their_log(group: fddp.Group):
+    batches = [batches_of(rank, 5 + 2 * (rank // 2)) for rank in range(group.size)]
+    with shared_folder(group) as folder:
+        optimizer = fddp.local_steps(
+            optax.sgd(RATE, momentum=0.5),
+            outer=optax.sgd(0.7, momentum=0.9),
+            every=2,
+            quorum=1,
+            island=2,
+            log=folder / "merges.jsonl",
+        )
+        step = fddp.train_step(square, optimizer, group=group)
+        state = step.init(jnp.zeros(()))
+        for x in batches[group.rank]:
+            state, _ = step(state, x)
+        state = fddp.meet(step, state)
+        assert same_on_all_ranks(group, (mine(state.params), mine(state.opt_state.outer[0].trace)))
+        rows = [np.concatenate(batches[k : k + 2], axis=1) for k in (0, 2)]
+        again = fddp.replay_islands(folder / "merges.jsonl", square, optimizer, jnp.zeros(()), rows)
+        np.testing.assert_allclose(mine(state.opt_state.shared), again.params, rtol=1e-5, atol=1e-6)
+
+
+def train_while_one_is_stopped(group: fddp.Group, stopped: int, folder: Path, island: int = 1) -> None:
+    """After its first step a rank is stopped until those of all other islands have made twenty more."""
     pids = group.all_gather_object(os.getpid())
-    others = [rank for rank in range(group.size) if rank != stopped]
-    optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, log=folder / "merges.jsonl")
+    others = [rank for rank in range(group.size) if rank // island != stopped // island]
+    optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, island=island, log=folder / "merges.jsonl")
     step = fddp.train_step(square, optimizer, group=group)
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
     if group.rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
-    else:
+    elif group.rank in others:
         wait(lambda: Path(f"/proc/{pids[stopped]}/stat").read_text().rpartition(") ")[2].startswith("T"))
         for x in batches_of(group.rank, 20):
             state, _ = step(state, x)
@@ -92,7 +124,8 @@ def train_while_one_is_stopped(group: fddp.Group, stopped: int, folder: Path) ->
 
 @claim()
 def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
-    step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
+    island = 2 if group.size == 4 else 1
+    step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1, island=island), group=group)
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
     group.barrier()
     if group.is_main:

@@ -1,4 +1,4 @@
-"""Two islands of two replicas, with a quorum of one, merge in an order that is written here: `islands_of_two.py FOLDER`.
+"""Two islands of two replicas, with a quorum of one, merge in a written order: `islands_of_two.py FOLDER CASE ...`.
 
 Prints the shared parameters of each case, as JSON. An island is two ranks, or one with two devices.
 """
@@ -23,8 +23,7 @@ ORDER = (0, 0, 1, 0, 1)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole": ({}, {"schedule": "fused"}),
     "buckets": ({"mix": 0.25}, {"schedule": "auto", "bucket_cap_mb": 0}),
-    "optimizer": ({}, {"shard": "optimizer", "accumulation_steps": 1}),
-    "state": ({"mix": 0.25}, {"shard": "state"}),
+    "in shards": ({"mix": 0.25}, {"shard": "state"}),
     "start": ({"start": 2}, {"schedule": "fused"}),
     "restored": ({}, {"schedule": "fused"}),
 }
@@ -42,9 +41,9 @@ def first_params() -> dict[str, np.ndarray]:
     return {"b": draw.normal(size=5), "w": draw.normal(size=(3, 5))}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     group = fddp.init()
-    told = {name: trained(group, folder / name, name, *options) for name, options in CASES.items()}
+    told = {name: trained(group, folder / name, name, *CASES[name]) for name in names}
     print(json.dumps(told))
 
 
@@ -95,4 +94,4 @@ def wait(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
