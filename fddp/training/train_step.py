@@ -243,10 +243,9 @@ class TrainStep:
     def __repr__(self) -> str:
         known = self._settled
         how = f"schedule={known.schedule!r}, {known.plan.summary}" if known else "to be settled by the first batch"
-        late = QUORUM in self._replica.asked
-        given_up = ", islands do not wait: not the mathematics of one replica" if late else ""
+        late = ", islands do not wait: not the mathematics of one replica" if QUORUM in self._replica.asked else ""
         where = f"size={self.group.size}, backend={self.group.backend!r}"
-        return f"TrainStep({self._replica.loss}, {where}, {how}{given_up})"
+        return f"TrainStep({self._replica.loss}, {where}, {how}{late})"
 
     @property
     def is_one_program(self) -> bool:
