@@ -7,7 +7,7 @@ from fddp.training.train_step import TrainStep
 def meet(step: TrainStep, state: TrainState) -> TrainState:
     """Lets islands meet that do not wait for each other (`fddp.local_steps(quorum=)`); every rank calls it.
 
-    What each has learned is merged, and all go on with the same parameters, and with the state of the outer optimizer. Call
+    What each has learned is merged, and all go on with the same parameters and the outer optimizer's state. Call
     it before ranks do anything together, as to evaluate or to save, and when the training is over. The states of other
     steps are returned as they are.
 
