@@ -13,7 +13,7 @@ Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, eva
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
 Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
-Hooks: hooks, Hook, GradBucket, all_reduce, fit_bits, FittedBits
+Hooks: hooks, Hook, GradBucket, all_reduce, fit_bits, refit_bits, FittedBits
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
 Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit, Audit
 """
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fddp.analysis.mean_over_rows import check as check
     from fddp.analysis.tuning.fitted_bits import FittedBits as FittedBits
     from fddp.analysis.tuning.fitted_bits import fit_bits as fit_bits
+    from fddp.analysis.tuning.fitted_bits import refit_bits as refit_bits
     from fddp.analysis.tuning.for_target import Choice as Choice
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.search import Tuning as Tuning
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
-    **dict.fromkeys(("FittedBits", "fit_bits"), "fddp.analysis.tuning.fitted_bits"),
+    **dict.fromkeys(("FittedBits", "fit_bits", "refit_bits"), "fddp.analysis.tuning.fitted_bits"),
     "Link": "fddp.analysis.tuning.link",
     "Choice": "fddp.analysis.tuning.for_target",
     "Tuning": "fddp.analysis.tuning.search",

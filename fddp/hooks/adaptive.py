@@ -23,8 +23,8 @@ BITS = (32, 16, 8, 4, 1)
 def adaptive(bits: Sequence[int] = (8,)) -> Hook:
     """Sends each bucket in as many bits a number as it is given: 32, 16, 8, 4 or 1.
 
-    `fddp.fit_bits` measures and chooses them. What is lost is added to the next step's gradients and sums, in the same
-    memory whatever the bits are: a step with other bits goes on from the state.
+    `fddp.fit_bits` measures and chooses them, `fddp.refit_bits` chooses again. What is lost is added to the next step's
+    gradients and sums, in the same memory whatever the bits are: a step with other bits goes on from the state.
 
     Args:
       bits: of each bucket in turn; the last ones hold for all that follow.
@@ -56,7 +56,7 @@ def adaptive(bits: Sequence[int] = (8,)) -> Hook:
     def scatter(comm: Communicator, bucket: GradRows, state: State) -> tuple[Array, State]:
         return of(bucket).scatter(comm, bucket, state)
 
-    return Hook(hooks[16].init, apply, name, scatter=scatter)
+    return Hook(hooks[16].init, apply, name, scatter=scatter, bits=tuple(bits))
 
 
 def _plain(init: Callable[[jax.ShapeDtypeStruct], Any]) -> Hook:

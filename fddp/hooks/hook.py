@@ -72,6 +72,8 @@ class Hook(NamedTuple):
     scatter: Callable[[Communicator, GradRows, State], tuple[Array, State]] | None = None
     """(comm, rows, memory of their leaves) → (this replica's row of the sum, new memory): half of what `apply` does,
     for a state in shards, where nobody needs all of a sum. None: each replica takes its part of what `apply` makes."""
+    bits: tuple[int, ...] = ()
+    """The bits of a number in each bucket in turn, the last ones for all that follow, where it is given them."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"

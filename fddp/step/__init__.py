@@ -24,10 +24,12 @@ from fddp.step.options import check_optimizer as check_optimizer
 from fddp.step.options import explained as explained
 from fddp.step.options import name_of as name_of
 from fddp.step.options import read_options as read_options
+from fddp.step.options import with_some_new as with_some_new
 from fddp.step.replica import Replica as Replica
 from fddp.step.replica import with_trained as with_trained
 from fddp.step.run import accumulate as accumulate
 from fddp.step.run import compare as compare
+from fddp.step.run import first_tasks as first_tasks
 from fddp.step.run import footprint as footprint
 from fddp.step.run import lower as lower
 from fddp.step.run import ready as ready

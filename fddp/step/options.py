@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from textwrap import indent
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
@@ -256,3 +256,21 @@ def check_optimizer(call: str, value: Any) -> None:
         inside = "; pass its .tx" if hasattr(value, "tx") else ""
         raise TypeError(f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}.")
     check_needs(value)
+
+
+def with_some_new(options: Options, new: Mapping[str, Any]) -> Options:
+    """Replaces some options of a step whose state stays as it is.
+
+    Args:
+      options: those of the step.
+      new: some others, by name.
+
+    Returns:
+      The options.
+
+    Raises:
+      ValueError: one of them says how a state is held.
+    """
+    if fixed := {"shard", "virtual_replicas"}.intersection(new):
+        raise ValueError(f"with_options keeps how a state is held, got {', '.join(sorted(fixed))}: use train_step.")
+    return replace(options, **new)

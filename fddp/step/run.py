@@ -133,6 +133,13 @@ def tasks(settled: Settled, state: TrainState, given: Given) -> TaskList:
     return settled.runner.tasks(*_of_one_replica(settled, state, given[-1]))
 
 
+def first_tasks(settled: Settled) -> TaskList:
+    """The tasks that the first step has launched."""
+    state, pending, shards, _, rows = settled.first
+    own = of_one_replica((pending, shards, rows), settled.replica.group.placement.replicas_in_array)
+    return settled.runner.tasks(state, *own)
+
+
 def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any, Any, Any, Any]:
     """The arguments of a schedule as one replica has them: the state itself, and the forms of all else."""
     group = settled.replica.group

@@ -7,21 +7,21 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
-from fddp.buckets import BucketPlan, Caps
+from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
-from fddp.schedules import Schedule, TaskList, Timeline
+from fddp.schedules import TaskList, Timeline
 from fddp.step import (
     QUORUM,
+    OptionArguments,
     Options,
     Replica,
-    ScheduleName,
     Settled,
     StepInfo,
     TrainState,
@@ -38,6 +38,7 @@ from fddp.step import (
     ready,
     synchronize,
     tasks,
+    with_some_new,
 )
 
 
@@ -227,18 +228,17 @@ class TrainStep:
         """
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
-    def with_schedule(self, schedule: ScheduleName | Schedule, bucket_cap_mb: Caps) -> "TrainStep":
-        """The same step under another schedule, with other buckets; it goes on from a state of this one.
+    def with_options(self, **options: Unpack[OptionArguments]) -> "TrainStep":
+        """The same step with some options new: schedule, buckets, hook. It goes on from a state of this one.
 
         Args:
-          schedule: as for `train_step`.
-          bucket_cap_mb: likewise.
+          **options: fields of `fddp.Options`, but for `shard` and `virtual_replicas`, which say how a state is held.
 
         Returns:
           A step of its own, which its next batch settles.
         """
-        options = replace(self.options, schedule=schedule, bucket_cap_mb=bucket_cap_mb)
-        return TrainStep(replace(self._replica, options=options), self._optimizer, self._use)
+        replica = replace(self._replica, options=with_some_new(self.options, options))
+        return TrainStep(replica, self._optimizer, self._use)
 
     def __repr__(self) -> str:
         known = self._settled

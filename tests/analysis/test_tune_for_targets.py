@@ -71,7 +71,7 @@ def test_a_choice_is_printed_with_what_train_step_takes():
     assert f"{1e3 * choice.best.seconds:.2f}" in best and len(rows) == len(choice.candidates)
     step = fddp.train_step(square, optax.sgd(0.1), **eval(f"dict({last})"))
     assert step.options.schedule == choice.schedule
-    assert step.with_schedule(choice.schedule, choice.bucket_cap_mb).options.schedule == choice.schedule
+    assert step.with_options(schedule=choice.schedule).options.schedule == choice.schedule
 
 
 @aot

@@ -1,25 +1,27 @@
-"""Chooses the bits of each bucket for `fddp.hooks.adaptive`, from the measured link and the measured stages of a step.
+"""Chooses the bits of each bucket for `fddp.hooks.adaptive`, from the link and the stages of a step.
 
 The choice stands outside of the hook: a hook is a pure function inside of a program, and sees neither the clock nor the
-other buckets. When the link has changed, choose again and go on from the state with the new hook.
+other buckets. `fit_bits` measures stages and link. `refit_bits` looks at what the steps of a training have noted
+themselves, and chooses again where the link or the computing has changed.
 
 Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 6.2.3.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
+from fddp.analysis.tuning.bits_on_paper import Message, fitting_bits
 from fddp.analysis.tuning.link import Link, measure_link
-from fddp.analysis.tuning.regrouping import typical
-from fddp.schedules import TaskList
+from fddp.hooks import adaptive
+from fddp.schedules import Communicate, TaskList, Timeline
+from fddp.step import first_tasks
 from fddp.training import TrainStep
 from fddp.wording import table
 
-# The mean square of what is lost of a normal number, by bits: a block's largest is about three standard deviations.
-LOST = {32: 0.0, 16: 2.0**-18 / 3, 8: (3 / 127) ** 2 / 12, 4: (3 / 7) ** 2 / 12, 1: 1 - 2 / math.pi}
 EXPOSED = 0.05  # the share of a step that traffic may take behind the computing
 STEPS = 5
 
@@ -30,28 +32,27 @@ class FittedBits:
 
     link: Link
     """The cost of an all-reduce."""
-    ready_s: tuple[float, ...]
-    """Seconds from a step's begin until each bucket is ready, on the slowest rank."""
-    until_s: float
-    """Seconds until the last one is to be back."""
-    nbytes: tuple[int, ...]
-    """Bytes of each bucket in 32 bits."""
+    messages: tuple[Message, ...]
+    """The sums of buckets in the order in which they leave: when each is ready, on the slowest rank, and when due."""
     bits: tuple[int, ...]
     """Bits of each number of a bucket: 32, 16, 8, 4 or 1."""
 
     def __str__(self) -> str:
-        rows = [
-            (str(k), f"{1e3 * ready:.1f}", f"{n:,}", str(each), f"{1e3 * self.link.seconds(n * each / 32):.1f}")
-            for k, (ready, n, each) in enumerate(zip(self.ready_s, self.nbytes, self.bits))
-        ]
-        head = [f"an all-reduce takes {self.link}; all are to be back after {1e3 * self.until_s:.1f} ms"]
-        return "\n".join([*head, *table([("bucket", "ready ms", "bytes", "bits", "ms"), *rows])])
+        def row(one: Message) -> tuple[str, ...]:
+            bits = self.bits[one.bucket]
+            seconds = (one.ready_s, self.link.seconds(one.nbytes * bits / 32), one.due_s)
+            ready, takes, due = (f"{1e3 * x:.1f}" for x in seconds)
+            return str(one.bucket), f"{one.nbytes:,}", str(bits), ready, takes, due
+
+        head = ("bucket", "bytes", "bits", "ready ms", "takes ms", "due ms")
+        return "\n".join([f"an all-reduce takes {self.link}", *table([head, *map(row, self.messages)])])
 
 
 def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSED) -> FittedBits:
     """Measures a step's stages and the link, and chooses for each bucket the bits whose traffic just fits.
 
-    Every rank calls it. It runs the step a few times on the batch, and leaves the state alone.
+    Every rank calls it. It runs the step a few times on the batch, and leaves the state alone. A bucket is due when the
+    step's computing ends. In an eager step it is due when the next step's forward pass first reads what it brings.
 
     Args:
       step: a step whose schedule is staged or eager.
@@ -60,7 +61,7 @@ def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSE
       exposed: the share of a step's computing that traffic may take behind it.
 
     Returns:
-      The bits; `train_step(…, hook=fddp.hooks.adaptive(fitted.bits))` uses them, and goes on from a state of any
+      The bits; `step.with_options(hook=fddp.hooks.adaptive(fitted.bits))` uses them, and goes on from a state of any
       adaptive hook.
 
     Raises:
@@ -74,68 +75,116 @@ def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSE
       >>> fddp.fit_bits(step, step.init(jnp.ones(4)), jnp.ones((2, 4)), exposed=1000.0).bits
       (32,)
     """
-    if not exposed >= 0:
-        raise ValueError(f"fit_bits: exposed must be 0 or more, got {exposed!r}.")
-    group = step.group
-    made = _stages(step.tasks(state, batch))
-    if step.is_one_program:
-        raise ValueError("fit_bits measures stages, and this step is one program: make it with schedule='staged'.")
-    seen = typical(group, step.measure(state, [batch] * STEPS).steps)
-    ends = list(accumulate(seen.stages))
-    plan = step.plan
-    numbers = [n for n, message in enumerate(plan.messages) if message.bucket is not None and not message.rows]
-    ready = tuple(ends[made[n]] for n in numbers)
-    nbytes = tuple(plan.buckets[plan.messages[n].bucket or 0].nbytes for n in numbers)
-    until = ends[-1] * (1 + exposed)
-    link = measure_link(group) if group.size > 1 else Link(0.0, float("inf"))
-    return FittedBits(link, ready, until, nbytes, fitting_bits(ready, until, nbytes, link.seconds))
+    _check("fit_bits", exposed)
+    listed = step.tasks(state, batch)
+    _refuse_one_program("fit_bits", step)
+    lines = [one.timeline for one in step.measure(state, [batch] * STEPS).steps]
+    messages = _messages(step, listed, lines, exposed)
+    link = measure_link(step.group) if step.group.size > 1 else Link(0.0, float("inf"))
+    bits = fitting_bits(messages, lambda k, bits: link.seconds(messages[k].nbytes * bits / 32))
+    return FittedBits(link, messages, bits)
 
 
-def fitting_bits(
-    ready_s: Sequence[float], until_s: float, nbytes: Sequence[float], seconds: Callable[[float], float]
-) -> tuple[int, ...]:
-    """Chooses the bits of each bucket with which all traffic just fits under what is computed, least error first.
+def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
+    """Chooses the bits of an adaptive hook again, from what the last steps noted of their stages and messages.
 
-    Messages leave one after the other, each when it is ready. As long as the last one comes back too late, that bucket
-    is given the next fewer bits which costs the least error for each second that it saves.
+    Every rank calls it at the same step, now and then. Nothing is run for it, and ranks exchange a few numbers. A
+    message is taken to last in proportion to its bits. More bits then last less than that, as latency and coding stay,
+    so the choice does not swing to and fro; and where fewer bits save less, the next call takes fewer still.
 
     Args:
-      ready_s: seconds from a step's begin until each bucket is ready, in the order in which they leave.
-      until_s: seconds until the last one is to be back.
-      nbytes: bytes of each bucket in 32 bits.
-      seconds: (bytes) → seconds of a message of so many.
+      step: a step whose hook is `fddp.hooks.adaptive(bits)`, and whose schedule is staged or eager.
+      exposed: the share of a step's computing that traffic may take behind it.
 
     Returns:
-      The bits of each bucket: 32, 16, 8, 4 or 1; the fewest for all, where nothing fits.
+      The step itself, as long as its bits are right; else one with other bits, which goes on from the state and is
+      compiled at its first batch.
+
+    Raises:
+      ValueError: the hook is another one, the step has run fewer than two times, or is one program; or exposed is below
+        0; on every rank.
 
     Example:
-      >>> [fitting_bits([1.0, 2.0], until_s, [8e6, 8e6], lambda n: n / 8e6) for until_s in (3.0, 2.5, 2.25)]
-      [(32, 32), (32, 16), (32, 8)]
+      >>> import jax, fddp, jax.numpy as jnp, optax
+      >>> group = fddp.mesh_group(jax.sharding.Mesh(jax.devices()[:1], "replica"))
+      >>> hook, loss = fddp.hooks.adaptive([8]), lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> step = fddp.train_step(loss, optax.sgd(0.1), group=group, schedule="staged", hook=hook)
+      >>> state = step.init(jnp.ones(4))
+      >>> for _ in range(3):
+      ...     state, info = step(state, jnp.ones((2, 4)))
+      >>> fddp.refit_bits(step, exposed=1000.0).options.hook
+      Hook(adaptive(32))
     """
-    steps = list(LOST)
-    chosen = [32 for _ in nbytes]
-
-    def back_s(bits: Sequence[int]) -> float:
-        now = 0.0
-        for ready, n, each in zip(ready_s, nbytes, bits):
-            now = max(now, ready) + seconds(n * each / 32)
-        return now
-
-    while (late := back_s(chosen)) > until_s:
-        found = list[tuple[float, int]]()
-        for k, each in enumerate(chosen):
-            fewer = steps[steps.index(each) + 1 :][:1]
-            saved = late - back_s([*chosen[:k], *fewer, *chosen[k + 1 :]]) if fewer else 0.0
-            if saved > 0:
-                found.append((nbytes[k] * (LOST[fewer[0]] - LOST[each]) / saved, k))
-        if not found:
-            return tuple(chosen)
-        k = min(found)[1]
-        chosen[k] = steps[steps.index(chosen[k]) + 1]
-    return tuple(chosen)
+    _check("refit_bits", exposed)
+    given = step.options.hook.bits if step.options.hook else ()
+    if not given:
+        hook = step.options.hook
+        raise ValueError(f"refit_bits chooses the bits of fddp.hooks.adaptive, and this step's hook is {hook}.")
+    if step.steps:
+        _refuse_one_program("refit_bits", step)
+    if not step.lately:
+        raise ValueError("refit_bits looks at the last steps, and the first one, which compiles, does not count.")
+    listed = first_tasks(step.settled)
+    lines = list(step.lately)
+    messages = _messages(step, listed, lines, exposed)
+    now = [given[min(one.bucket, len(given) - 1)] for one in messages]
+    took = _took(step, listed, lines)
+    bits = fitting_bits(messages, lambda k, bits: took[k] * bits / now[k])
+    before = tuple(given[min(bucket, len(given) - 1)] for bucket in range(len(bits)))
+    return step if bits == before else step.with_options(hook=adaptive(bits))
 
 
-def _stages(listed: TaskList) -> list[int]:
-    """The number of the stage that makes each message."""
-    stages = [task.writes for task in listed.tasks if task.kind == "compute"]
-    return [next(k for k, made in enumerate(stages) if one.reads[0] in made) for one in listed.messages]
+def _check(call: str, exposed: float) -> None:
+    if not exposed >= 0:
+        raise ValueError(f"{call}: exposed must be 0 or more, got {exposed!r}.")
+
+
+def _refuse_one_program(call: str, step: TrainStep) -> None:
+    if step.is_one_program:
+        raise ValueError(f"{call} looks at stages, and this step is one program: make it with schedule='staged'.")
+
+
+def _sums(listed: TaskList) -> list[Communicate]:
+    """The sums of buckets, in the order in which they leave."""
+    of = [(one, one.reduction) for one in listed.messages]
+    return [one for one, sum in of if sum.bucket is not None and sum.collective != "all_gather"]
+
+
+def _messages(step: TrainStep, listed: TaskList, lines: Sequence[Timeline], exposed: float) -> tuple[Message, ...]:
+    """The sums of buckets, with the times of the slowest rank."""
+    stages = [task for task in listed.tasks if task.kind == "compute"]
+    seconds = np.median([[span.seconds for span in line.compute] for line in lines], axis=0)
+    ends = list(accumulate(step.group.all_reduce(seconds, op="max").tolist()))
+    begins = [0.0, *ends]
+    until = ends[-1] * (1 + exposed)
+    # An eager step promises what updates make, and the next step's stages wait for what they read.
+    promised = step.settled.runner.promises
+
+    def message(one: Communicate) -> Message:
+        bucket = one.reduction.bucket or 0
+        ready = next(end for end, stage in zip(ends, stages) if one.reads[0] in stage.writes)
+        brings = {made.replaces for made in _made_of(listed, one)} if promised else set()
+        reads = [begin for begin, stage in zip(begins, stages) if brings.intersection(stage.reads)]
+        return Message(bucket, ready, until + min(reads, default=0.0), step.plan.buckets[bucket].nbytes)
+
+    return tuple(map(message, _sums(listed)))
+
+
+def _made_of(listed: TaskList, message: Communicate) -> set[Any]:
+    """The values that wait for a message."""
+    made = set[Any](message.writes[:1])
+    for task in listed.tasks:
+        if task.kind == "update" and made.intersection(task.reads):
+            made.update(task.writes)
+    return made
+
+
+def _took(step: TrainStep, listed: TaskList, lines: Sequence[Timeline]) -> list[float]:
+    """Seconds of each sum of a bucket, without those in which a rank waits for the others."""
+    # A message that crosses the border of eager steps has a part in each of two timelines.
+    names = [one.name for one in _sums(listed)]
+    seconds = [
+        [sum(span.seconds for span in line.communication if span.name == name) for name in names] for line in lines
+    ]
+    least = step.group.all_reduce(np.median(seconds, axis=0), op="min").tolist()
+    return [each / names.count(name) for name, each in zip(names, least)]

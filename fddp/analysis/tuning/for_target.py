@@ -111,7 +111,7 @@ def tune_for(step: TrainStep, state: Any, batch: Any, target: str, *, caps_mb: S
     took = zip(every, group.all_reduce(numbers).tolist())
     candidates = tuple(Estimated(one.schedule, one.bucket_cap_mb, one.step.plan, *both) for one, both in took)
     best = min(candidates, key=lambda one: one.seconds)
-    return Choice(target, candidates, best, step.with_schedule(best.schedule, best.bucket_cap_mb))
+    return Choice(target, candidates, best, step.with_options(schedule=best.schedule, bucket_cap_mb=best.bucket_cap_mb))
 
 
 class OnTarget(NamedTuple):
@@ -162,7 +162,9 @@ def on_target(
     schedules = sorted(ONE_PROGRAM, key=lambda one: one != given)
     seen = set[tuple[ScheduleName, str]]()
     for cap, schedule in product((options.bucket_cap_mb, *caps_mb), schedules):
-        one = OnTarget(schedule, cap, target, *moved(step.with_schedule(schedule, cap), state, batch, target))
+        one = OnTarget(
+            schedule, cap, target, *moved(step.with_options(schedule=schedule, bucket_cap_mb=cap), state, batch, target)
+        )
         one.step.tasks(one.state, one.batch)  # settles it
         if (schedule, one.step.plan.digest) not in seen:
             seen.add((schedule, one.step.plan.digest))
