@@ -70,7 +70,8 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
     plain = _all_plain(pieces)
     # On a mesh a hook's sums use the communicator that hosts use between two steps.
     beside = beside and (not group.placement.on_mesh or not any(one.apply for one in pieces.reductions))
-    first_use = pieces.uses if plain and beside else {}
+    whole = all(one.collective == "all_reduce" and one.asks is None for one in pieces.reductions)
+    first_use = pieces.uses if whole and beside else {}
     pieces = _told_at_once(group, pieces) if plain else pieces
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=slice_by_slice)
     queue_of = heard(group, by_kind)
