@@ -78,7 +78,10 @@ class Fragment:
             if one.bucket is None:
                 return one._replace(level=level)
             number = self.numbers[one.bucket]
-            return one._replace(level=level, name=f"bucket {number}", bucket=number)
+            # What hooks remember of pseudo-gradients stands behind what they remember of gradients.
+            messages = [message.bucket for message in self.of.messages]
+            place = None if one.memory is None else len(messages) + messages.index(number)
+            return one._replace(level=level, name=f"bucket {number}", bucket=number, memory=place)
 
         return tuple(map(of, reductions(self.sent, self.replica.options.hook, None)))
 

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import jax
 
 from fddp.comm import Group, nothing_to_compare, verify
-from fddp.local_training.fragments import Fragment, scalars_of
+from fddp.hooks import Hook
+from fddp.local_training.fragments import RANGE, Fragment, scalars_of
 from fddp.local_training.inside import hold, inside, keys_of_island, own_rows, own_view, whole_view
 from fddp.local_training.last_step import LastStep
 from fddp.local_training.local_pieces import Local, by_itself, counted
+from fddp.local_training.remembered import by_kind, first_memory, in_places, memory_forms
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import LocalState, LocalSteps
 from fddp.schedules import Pieces, Runner, Schedule, rehearse
@@ -37,6 +39,7 @@ def alone(steps: LocalSteps, inner: Way) -> Way:
         hold=partial(hold, inner),
         seen=_seen,
         gathered=WHOLE.gathered,
+        remembers=partial(_remembers, steps),
         accumulate=partial(_accumulate, steps, inner),
         runner=partial(_runner, steps, inner),
         apart=True,
@@ -61,6 +64,11 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
             "with step.init(fddp.whole(state.params))."
         )
     return state._replace(opt_state=state.opt_state.inner)
+
+
+def _remembers(steps: LocalSteps, replica: Replica, hook: Hook, forms: Any) -> Any:
+    parts = steps.replicas(replica.group.parts)
+    return first_memory(hook, forms, parts, RANGE, averages=bool(steps.start) or parts > 1)
 
 
 def _accumulate(
@@ -145,17 +153,17 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal latest
         now = due(state)
-        result, shards, _ = now.runner.run(state, pending, shards, (), rows)
+        result, shards, places = now.runner.run(state, pending, shards, in_places(memory), rows)
         latest = now._replace(last=now.last._replace(step=result[0].step))
-        return result, shards, memory
+        return result, shards, by_kind(places)
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
-        return due(state).runner.lower(state, pending, shards, (), rows)  # type: ignore
+        return due(state).runner.lower(state, pending, shards, in_places(memory), rows)  # type: ignore
 
     def rehearse_fragments(*arguments: Any) -> None:
         def attempt() -> None:
             for fragment in range(local.steps.fragments):
-                rehearse(group, local.sends(fragment), *arguments)
+                rehearse(group, local.sends(fragment), memory_forms(local.replica, local.fragments[0].of), *arguments)
 
         verify(group, "synchronizations", attempt, nothing_to_compare)
 
@@ -164,7 +172,7 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
         None if first.lower is None else lower,
         None if first.timeline is None else lambda: latest.runner.timeline(),  # pyright: ignore[reportOptionalCall]
         lambda state, *rest: due(state).runner.tasks(state, *rest),
-        lambda state, pending, shards, memory, rows: first.footprint(state, pending, shards, (), rows),
+        lambda state, pending, shards, memory, rows: first.footprint(state, pending, shards, in_places(memory), rows),
         first.promises,
         rehearse_fragments,
     )

@@ -9,18 +9,19 @@ import jax
 import numpy as np
 
 from fddp.comm import Group, trace
-from fddp.hooks import Reduction, summed
+from fddp.hooks import Memory, Reduction, summed
 from fddp.schedules.lists import ARGUMENTS
 from fddp.schedules.pieces import Pieces
 from fddp.schedules.tasks import SHARDS
 
 
-def rehearse(group: Group, pieces: Pieces, *arguments: Any) -> None:
+def rehearse(group: Group, pieces: Pieces, memory: Memory, *arguments: Any) -> None:
     """Traces a step that is due later, the sums of its messages too; nothing is compiled, sent or run.
 
     Args:
       group: the replicas.
       pieces: the step.
+      memory: the forms of what one replica's hooks remember.
       *arguments: state, pending, shards and rows: the forms of what one replica has.
 
     Raises:
@@ -30,16 +31,17 @@ def rehearse(group: Group, pieces: Pieces, *arguments: Any) -> None:
     came: tuple[Any, Any] = (None, None)
     for one in pieces.rounds:
         _, (messages, kept) = trace(group.placement, one.run, *(given[word] for word in one.reads), *came)
-        came = replace(messages, arrays=_sums(group, one.reductions, messages.arrays)), kept
+        came = replace(messages, arrays=_sums(group, one.reductions, memory, messages.arrays)), kept
     nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
     trace(group.placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
 
 
-def _sums(group: Group, reductions: Sequence[Reduction], messages: Sequence[Any]) -> tuple[Any, ...]:
+def _sums(group: Group, reductions: Sequence[Reduction], memory: Memory, messages: Sequence[Any]) -> tuple[Any, ...]:
     """The forms in which messages come back."""
     back = list[Any]()
     for one, message in zip(reductions, messages):
         said = None if one.asks is None else back[one.asks.message]
-        _, (total, _, _) = trace(group.placement, partial(summed, group.communicator, one), said, message, ())
+        mine = memory[one.memory] if memory and one.memory is not None else ()
+        _, (total, _, _) = trace(group.placement, partial(summed, group.communicator, one), said, message, mine)
         back.append(total)
     return tuple(back)

@@ -76,7 +76,6 @@ PAIRS = (
         "leave skip_all_reduce_unused_params out",
     ),
     Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
-    Pair(LOCAL, MEMORY, "not every step sends", "take a hook without a memory"),
     Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
     # islands that do not wait
     *(

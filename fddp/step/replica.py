@@ -199,7 +199,7 @@ class Replica:
         if self.options.hook is None:
             return ()
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
-        memory = jax.tree.map(self.options.hook.init, forms)
+        memory = self.way.remembers(self, self.options.hook, forms)
         return add_replica_dim(memory) if jax.tree.leaves(memory) else ()
 
     def memory_form(self, params: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fddp.buckets import Bucket, BucketPlan, Messages, Shard, Slice, pack_device_parts, unpack_device_parts
 from fddp.comm import Group, specs
+from fddp.hooks import Hook
 from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, Optimizer
 from fddp.schedules import Pieces, Round, Runner, Schedule, fused
@@ -75,6 +76,8 @@ class Way(NamedTuple):
     gathered: Callable[[Group, TrainState, TrainState], TrainState]
     """(group, state, what of it is equal on all replicas) → the latter, with the parameters that `no_sync` computes
     with; every rank calls it."""
+    remembers: Callable[["Replica", Hook, Any], Any]
+    """(replica, hook, forms of trained leaves) → a tree like these, with the hook's first memory in place of a leaf."""
     accumulate: Callable[["Replica", TrainState, Any, Pending | None, Any], tuple[Pending, Sums]]
     """(replica, state, shards, pending, rows) → everything pending, and these rows' own means; inside a program."""
     one: Callable[["Replica"], "Replica"]
@@ -162,6 +165,11 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
     return replicated
 
 
+def _remembers(replica: "Replica", hook: Hook, forms: Any) -> Any:
+    del replica
+    return jax.tree.map(hook.init, forms)
+
+
 def _accumulate(
     replica: "Replica", state: TrainState, shards: Any, pending: Pending | None, rows: Any
 ) -> tuple[Pending, Sums]:
@@ -182,6 +190,7 @@ WHOLE = Way(
     hold=_hold,
     seen=_seen,
     gathered=_gathered,
+    remembers=_remembers,
     accumulate=_accumulate,
     one=lambda replica: replica,
     pieces=whole_pieces,

@@ -332,8 +332,6 @@ def test_what_does_not_go_with_it_is_refused(group: Groups):
     params = jax.tree.map(np.float32, PARAMS)
     with pytest.raises(ValueError, match="a whole state of its own"):
         make(shard="state")
-    with pytest.raises(ValueError, match="remembers things from step to step"):
-        make(hook=fddp.hooks.powersgd(1)).init(params)
     with pytest.raises(ValueError, match="cannot make 3 fragments of 2 buckets"):
         step = make(local={"every": 3, "fragments": 3}, bucket_cap_mb=0)
         step(step.init(params), ROWS[0].astype(np.float32))

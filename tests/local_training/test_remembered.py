@@ -1,0 +1,109 @@
+"""What a hook loses of a pseudo-gradient comes when its fragment is sent again: held against loops in NumPy."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from problems import layer
+from trees import close
+
+import fddp
+
+pytestmark = pytest.mark.steps
+
+Groups = Callable[[int], fddp.Group]
+DRAW = np.random.default_rng(12)
+PARAMS = {"b": DRAW.normal(size=5), "w": DRAW.normal(size=(3, 5))}
+ROWS = DRAW.normal(size=(9, 12, 3))  # a batch for each step
+RATE, SHARE = 0.1, 0.4
+
+
+class Sparse:
+    """Sends a replica's largest numbers, and remembers the others."""
+
+    def __init__(self) -> None:
+        self.left: Any = 0.0
+
+    def sent(self, x: np.ndarray) -> np.ndarray:
+        x = x + self.left
+        chosen = np.argsort(-np.abs(x))[: math.ceil(SHARE * x.size)]
+        sent = np.zeros_like(x)
+        sent[chosen] = x[chosen]
+        self.left = x - sent
+        return sent
+
+
+def oracle(islands: int, each: int, start: int) -> tuple[Any, dict[str, list[Sparse]], dict[str, list[Sparse]]]:
+    """Trains islands of so many replicas, w synchronized after each odd step, b after each even one."""
+    n = islands * each
+    of_gradients, of_changes = ({name: [Sparse() for _ in range(n)] for name in PARAMS} for _ in range(2))
+    shared = {name: x.copy() for name, x in PARAMS.items()}
+    own = [{name: x.copy() for name, x in PARAMS.items()} for _ in range(islands)]
+    weights = dict.fromkeys(PARAMS, 0.0)
+    for number, batch in enumerate(ROWS, 1):
+        grads = [jax.grad(layer)(own[r // each], rows) for r, rows in enumerate(np.split(batch, n))]
+        together = number <= start
+        for name, x in PARAMS.items():
+            # One replica alone sends no gradient.
+            sends = together or each > 1
+            sent = [np.ravel(g[name]) for g in grads]
+            sent = [hook.sent(g) for hook, g in zip(of_gradients[name], sent)] if sends else sent
+            for k in range(islands):
+                some = sent if together else sent[k * each : (k + 1) * each]
+                own[k][name] = own[k][name] - RATE * np.mean(some, axis=0).reshape(x.shape)
+            if together:
+                shared[name] = own[0][name].copy()
+                continue
+            weights[name] += each
+            if (number - start) % 2 == (name == "w"):
+                came = np.zeros((each, -(-x.size // each)))
+                for r in range(n):
+                    change = np.ravel(shared[name] - own[r // each][name])
+                    parts = np.pad(weights[name] * change, (0, -x.size % each)).reshape(each, -1)
+                    came[r % each] += of_changes[name][r].sent(parts[r % each]) / (islands * weights[name])
+                shared[name] = shared[name] - came.reshape(-1)[: x.size].reshape(x.shape)
+                weights[name] = 0.0
+                for k in range(islands):
+                    own[k][name] = shared[name].copy()
+    return own, of_gradients, of_changes
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("islands, each", [(2, 1), (2, 2)], ids=["replicas", "islands of two"])
+@pytest.mark.parametrize("schedule", ["fused", "staged"])
+def test_what_is_lost_of_a_fragment_comes_when_it_is_sent_again(
+    group: Groups, x64: None, schedule: Any, islands: int, each: int, start: int
+):
+    optimizer = fddp.local_steps(optax.sgd(RATE), every=2, fragments=2, island=each, start=start)
+    options = {"group": group(islands * each), "hook": fddp.hooks.topk(SHARE), "schedule": schedule}
+    step = fddp.train_step(layer, optimizer, bucket_cap_mb=0, **options)
+    state = step.init(PARAMS)
+    for rows in ROWS:
+        state, _ = step(state, rows)
+    own, of_gradients, of_changes = oracle(islands, each, start)
+    for name in PARAMS:
+        params = np.asarray(state.params[name].parts).reshape(islands * each, -1)
+        close(params, np.stack([own[r // each][name].ravel() for r in range(islands * each)]), atol=1e-12)
+        kept = state.hook_state[name]
+        close(np.asarray(kept["pseudo-gradient"]), np.stack([x.left for x in of_changes[name]]), atol=1e-12)
+        if start or each > 1:
+            left = np.asarray(kept["gradient"]).reshape(islands * each, -1)
+            close(left, np.stack([x.left for x in of_gradients[name]]), atol=1e-12)
+        else:
+            assert kept["gradient"] == ()
+
+
+def test_what_is_lost_of_numbers_of_16_bits_is_remembered_in_32(group: Groups):
+    params = jax.tree.map(np.float16, PARAMS)
+    hook = fddp.hooks.quantize(block=8)
+    step = fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), every=2), group=group(2), hook=hook)
+    state = step.init(params)
+    for rows in ROWS[:4]:
+        state, _ = step(state, np.float16(rows))
+    assert {x.dtype.name for x in jax.tree.leaves(state.hook_state)} == {"float32"}
+    assert any(np.any(x) for x in jax.tree.leaves(state.hook_state))
+    assert {x.dtype.name for x in jax.tree.leaves(fddp.whole(state.params))} == {"float16"}
