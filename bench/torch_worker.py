@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 CAPS_MB = (4, 8, 25)
 CAPS_MB_WAITING = (1, 2)
@@ -22,13 +23,15 @@ FORWARD_S = 0.04
 BACKWARD_S = 0.08
 
 
-def main(control: str, name: str) -> None:
+def main(control: str, name: str, bits: str = "") -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["FDDP_RANK"]), int(os.environ["FDDP_SIZE"])
     host, port = os.environ["FDDP_COORDINATOR"].split(":")
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size)
     caps_mb = CAPS_MB_WAITING if name == "waiting" else CAPS_MB
     ways = {f"PyTorch DDP, {cap} MiB": _step(name, rank, cap) for cap in caps_mb}
+    if bits == "bf16":
+        ways |= {f"PyTorch DDP, bf16, {cap} MiB": _step(name, rank, cap, _in_bf16) for cap in caps_mb}
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -50,11 +53,13 @@ def _say(said: Any, words: Any) -> None:
     said.flush()
 
 
-def _step(name: str, rank: int, cap_mb: float | None) -> Any:
+def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
     torch.manual_seed(0)
     models = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt, "waiting": _waiting}
     model, batch = models[name](rank)
     module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    if hook is not None and isinstance(module, nn.parallel.DistributedDataParallel):
+        module.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
     def run() -> None:
@@ -63,6 +68,11 @@ def _step(name: str, rank: int, cap_mb: float | None) -> Any:
         optimizer.step()
 
     return run
+
+
+def _in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's own hook; registered itself it is refused without a GPU, though Gloo sums these numbers."""
+    return bf16_compress_hook(state, bucket)
 
 
 def _rows(rank: int) -> torch.Generator:
@@ -194,4 +204,4 @@ def _waiting(rank: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])
