@@ -175,6 +175,13 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     noted(step, stages, [1000.0, 1000.0])
     few = fddp.refit_bits(step).options.hook
     assert few is not None and few.bits == (1, 1)
+    # Fewer bits have been tried for the last one, and take longer than all bits do.
+    tried = step.with_options(hook=hooks.adaptive((32, 16)))
+    for rows in ROWS[:2]:
+        state, _ = tried(state, rows)
+    noted(tried, stages, [end, 2 * end])
+    back = fddp.refit_bits(tried, exposed=0.1).options.hook
+    assert back is not None and back.bits[1] == 32
     # Just right.
     noted(step, stages, [0.4 * end, 0.6])
     assert fddp.refit_bits(step, exposed=1 / end) is step

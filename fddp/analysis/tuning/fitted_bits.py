@@ -88,9 +88,10 @@ def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSE
 def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
     """Chooses the bits of an adaptive hook again, from what the last steps noted of their stages and messages.
 
-    Every rank calls it at the same step, now and then. Nothing is run for it, and ranks exchange a few numbers. A
-    message is taken to last in proportion to its bits. More bits then last less than that, as latency and coding stay,
-    so the choice does not swing to and fro; and where fewer bits save less, the next call takes fewer still.
+    Every rank calls it at the same step, now and then. Nothing is run for it, and ranks exchange a few numbers. Other
+    bits are taken to last as long a byte as the messages that have them; or, where none has, in proportion to a
+    message's own. More bits last less than in proportion, as latency and coding stay. So where a link is fast and
+    coding slow, a call that tried fewer bits in vain is followed by one that takes them back.
 
     Args:
       step: a step whose hook is `fddp.hooks.adaptive(bits)`, and whose schedule is staged or eager.
@@ -129,9 +130,21 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
     messages = _messages(step, listed, lines, exposed)
     now = [given[min(one.bucket, len(given) - 1)] for one in messages]
     took = _took(step, listed, lines)
-    bits = fitting_bits(messages, lambda k, bits: took[k] * bits / now[k])
+    paces = {each: _pace([(s, one.nbytes) for s, one, n in zip(took, messages, now) if n == each]) for each in now}
+
+    def seconds(k: int, bits: int) -> float:
+        if bits == now[k]:
+            return took[k]
+        return messages[k].nbytes * paces[bits] if bits in paces else took[k] * bits / now[k]
+
+    bits = fitting_bits(messages, seconds)
     before = tuple(given[min(bucket, len(given) - 1)] for bucket in range(len(bits)))
     return step if bits == before else step.with_options(hook=adaptive(bits))
+
+
+def _pace(some: Sequence[tuple[float, int]]) -> float:
+    """Seconds for a byte of a bucket, of messages with the same bits."""
+    return sum(seconds for seconds, _ in some) / max(1, sum(nbytes for _, nbytes in some))
 
 
 def _check(call: str, exposed: float) -> None:
