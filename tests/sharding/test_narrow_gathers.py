@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trees import same_bits
+from trees import close, same_bits
 
 import fddp
 from fddp.jaxpr import read_in
@@ -32,13 +32,23 @@ def apart(p: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)) @ p["b"] - 1) ** 2)
 
 
-def trained(group: fddp.Group, loss: Any, **options: Any) -> tuple[list[float], Any, int]:
-    step = fddp.train_step(loss, optax.adam(0.05), group=group, bucket_cap_mb=0, **options)
-    state = step.init(PARAMS)
+def trained(
+    group: fddp.Group,
+    loss: Any,
+    *,
+    params: Any = PARAMS,
+    rows: Any = ROWS,
+    optimizer: Any = None,
+    bucket_cap_mb: float = 0.0,
+    **options: Any,
+) -> tuple[list[float], Any, int]:
+    optimizer = optimizer or optax.adam(0.05)
+    step = fddp.train_step(loss, optimizer, group=group, bucket_cap_mb=bucket_cap_mb, **options)
+    state = step.init(params)
     losses = list[float]()
     sent = 0
-    for rows in ROWS:
-        state, info = step(state, rows)
+    for batch in rows:
+        state, info = step(state, batch)
         losses.append(float(info.loss))
         sent = int(np.sum(info.sent))
     return losses, fddp.whole(state.params), sent
@@ -66,6 +76,64 @@ def test_parameters_that_are_gathered_twice_take_half_the_bytes_both_times(group
     wanted, _, whole = trained(group(2), loss_fn, **given)
     np.testing.assert_allclose(losses, wanted, rtol=0.02)
     assert 0 < whole - sent <= 2 * GATHERED // 2 * (4 - 2)
+
+
+LAYERS = 4
+STACK = {"layers": DRAW.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5}
+TWICE: dict[str, Any] = {"shard": "state", "reshard_after_forward": True}
+WAYS = {"state": {"shard": "state"}, "gathered twice": TWICE}
+
+
+def scanned(p: Any, x: Any) -> Any:
+    return jnp.mean((jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0] - 1) ** 2)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow)])
+def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Groups, schedule: Any, way: Any):
+    """Against replicas that hold all, whose programs compute the same in the same 16 bits."""
+    nodes = group(6).hierarchical(2)
+    loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
+    losses, params, sent = trained(nodes, loss, schedule=schedule, **way)
+    wanted, masters, _ = trained(nodes, loss, schedule=schedule)
+    _, _, whole = trained(nodes, loss_fn, schedule=schedule, **way)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    close(params, masters, rtol=1e-5, atol=1e-6)
+    # Of the two replicas of a node each sends its half of what is gathered, once or for one bucket of two twice.
+    assert whole - sent in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
+
+
+@pytest.mark.parametrize("nodes", [None, 2], ids=["at once", "in nodes"])
+@pytest.mark.parametrize("schedule", ["fused", "staged"])
+def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule: Any, nodes: Any):
+    replicas = group(6).hierarchical(nodes) if nodes else group(2)
+    loss = fddp.mixed_precision(scanned, jnp.bfloat16)
+    options: dict[str, Any] = {"schedule": schedule, "params": STACK, "bucket_cap_mb": 2 * WIDTH * WIDTH * 4 / 2**20}
+    losses, params, sent = trained(replicas, loss, **options, **TWICE)
+    wanted, masters, _ = trained(replicas, loss, **options)
+    _, _, whole = trained(replicas, scanned, **options, **TWICE)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    close(params, masters, rtol=1e-5, atol=1e-6)
+    # Each layer is gathered once, and those that the backward pass drops again.
+    layer = WIDTH * WIDTH // 2 * (4 - 2)
+    assert LAYERS * layer <= whole - sent <= 2 * LAYERS * layer
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("params", [PARAMS, STACK], ids=["layers", "a stack"])
+def test_in_nodes_scatters_take_fewer_bits_and_lose_nothing_of_small_integers(
+    group: Groups, params: Any, schedule: Any, way: Any
+):
+    """All sums of the gradients are integers that 16 bits hold."""
+    linear = lambda p, x: sum(jnp.sum(leaf * x[0, :1]) for leaf in jax.tree.leaves(p))  # noqa: E731
+    rows = np.arange(6 * WIDTH, dtype=np.float32).reshape(6, WIDTH)[None] % 7
+    nodes = group(6).hierarchical(2)
+    options = {"params": params, "rows": rows, "schedule": schedule, "optimizer": optax.sgd(1.0), **way}
+    _, got, sent = trained(nodes, linear, hook=fddp.hooks.bf16(), **options)
+    _, _, plain = trained(nodes, linear, **options)
+    jax.tree.map(lambda new, old: np.testing.assert_allclose(new, old - np.mean(rows[0, :, 0]), rtol=1e-6), got, params)
+    assert sent < plain
 
 
 def test_a_parameter_that_is_read_whole_travels_whole(group: Groups):
