@@ -207,8 +207,8 @@ def _from_the_first(hosts: Hosts, words: Sequence[str], env: Mapping[str, str], 
     launcher.chmod(0o755)
     enters = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(launcher)}
     over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
-    inside = ["ip", "netns", "exec", hosts.names[0], *words]
-    return subprocess.Popen(inside, env={**os.environ, **enters, **over_tcp, **env}, **pipes)
+    # Here too on one core: mpiexec starts the ranks of its own host itself, and not by the launcher.
+    return subprocess.Popen([*_enter(hosts, 0), *words], env={**os.environ, **enters, **over_tcp, **env}, **pipes)
 
 
 def _enter(hosts: Hosts, host: int) -> list[str]:
