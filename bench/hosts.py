@@ -1,12 +1,16 @@
 """How does a step grow with the number of hosts? 2, 4, 8 and 16 of them, whose computing is a wait; PyTorch DDP beside.
 
-    sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--torch PYTHON] [--quick]
+    sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--mbit 25] [--torch PYTHON] [--quick]
 
-Network namespaces on a switch, 100 Mbit/s in each direction between a host and the switch. A layer of the network
-sleeps as long as it would compute (`waiting` in bench/problems.py), so that two cores carry sixteen hosts; launchers,
-messages, their sums and updates are real. All ways are alive at once and take turns, four steps each. With `--each 2`
-there are two ranks on a host, and sums over each host first take turns with sums at once. What was measured before of
-other numbers of hosts, or over other backends, stays in the file.
+Network namespaces on a switch, 25 Mbit/s in each direction between a host and the switch, and layers of 0.25 MiB; at
+another rate layers are larger in proportion, and two cores carry fewer hosts. A layer sleeps as long as it would
+compute (`waiting` in bench/problems.py), so that two cores carry sixteen hosts; launchers, messages, their sums and
+updates are real. All ways are alive at once and take turns, four steps each. With `--each 2` there are two ranks on a
+host, and sums over each host first take turns with sums at once. What was measured before of other numbers of hosts,
+at other rates, or over other backends, stays in the file.
+
+With `--project` steps are tuned on two hosts, and what `Tuning.at_scale` makes of that for all that were measured stays
+in the file too.
 
   bound       what no schedule can beat: the larger of a step without traffic and of the bytes over the rate
   efficiency  a step without traffic over a step: weak scaling
@@ -34,14 +38,17 @@ from bench.jobs import ending
 from bench.overlap import in_turns
 from bench.problems import ELEMENTS, LAYERS
 from bench.record import RESULTS, save, with_table
+from bench.scaling import projected
 from bench.two_hosts import Hosts, connect, ip, namespaces, shape, start_gloo, start_mpi
+from fddp.analysis.tuning.link import Link
+from fddp.analysis.tuning.scaling import hop_of, ring
 from fddp.schedules import TRIED
 
 PAGE = ROOT / "bench" / "README.md"
 STEPS = 4  # in a turn
 SWITCH = "fddp-switch"
-BURST = "32kb"  # 3 ms of the rate; more would let a part of each message pass at once
-MBIT = 100
+BURST_S = 2.6e-3  # of the rate; more would let a part of each message pass at once
+MBIT = 25  # a second, for layers of ELEMENTS
 FRAME = 1448 / 1514  # of an Ethernet frame's bytes are a message's
 
 # (command, variables) → the processes of a job
@@ -52,34 +59,82 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--each", type=int, default=1, help="ranks on a host")
+    parser.add_argument("--mbit", type=int, default=MBIT, help="a second, of each host's wire")
     parser.add_argument("--backends", nargs="+", default=["gloo"], choices=["gloo", "mpi"])
     parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--project", action="store_true", help="from two hosts to the others, and nothing else")
     parser.add_argument("--quick", action="store_true", help="1 round, nothing is saved")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is asked to end takes the hosts down first
     rounds = 1 if args.quick else args.rounds
+    if args.project:
+        keep({title: {**of, **told(title, of)} for told in [projections()] for title, of in saved().items()})
+        return
     for count in args.hosts:
-        with switched(count) as hosts:
-            result = measure(starts(hosts, args.each, args.backends, args.torch), count, args.each, rounds)
-        title = f"{count} of {args.each}, {' and '.join(args.backends)}"
+        with switched(count, args.mbit) as hosts:
+            jobs = starts(hosts, args.each, args.backends, args.torch)
+            result = measure(jobs, count, args.each, args.mbit, rounds)
+        title = f"{count} of {args.each} at {args.mbit} Mbit/s, {' and '.join(args.backends)}"
         print(f"\n{title}\n{table(result)}", flush=True)
         if not args.quick:
-            print(save("hosts", saved() | {title: result}))
-            PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved()), "bench/hosts.py"))
+            keep({title: result})
+
+
+def keep(results: Mapping[str, Any]) -> None:
+    """Writes results beside those that are there, and the table of all."""
+    print(save("hosts", saved() | dict(results)))
+    PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved()), "bench/hosts.py"))
+
+
+def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
+    """Tunes on two hosts.
+
+    Returns:
+      (title, what is saved of it) → the staged step that `Tuning.at_scale` projects, for one rank a host over Gloo.
+    """
+    with switched(2, MBIT) as hosts, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [
+            sys.executable,
+            str(ROOT / "bench" / "tuning_worker.py"),
+            "gloo",
+            "waiting",
+            "3",
+            str(path),
+            str(ELEMENTS / 2**18),
+        ]
+        with ending(start_gloo(command, {"PYTHONPATH": str(ROOT)}, hosts=hosts)) as jobs:
+            if any(job.wait(300) for job in jobs):
+                raise RuntimeError("two hosts could not be tuned; the error is above.")
+        found = json.loads(path.read_text())
+    hop = hop_of(Link(**found["link"]), 2)
+
+    def told(title: str, result: Mapping[str, Any]) -> dict[str, float]:
+        backends, each, mbit, count = _place((title, result))
+        if (backends, each, mbit) != ("gloo", 1, MBIT):
+            return {}
+        (one,) = projected(found, hop, found, (count,), ring)
+        step_ms = 1e3 * one.step_s
+        print(f"{title}: projected {step_ms:.0f} ms, {step_ms / result['step_ms']['fddp staged (Gloo)'][1] - 1:+.1%}")
+        return {"at_scale_ms": round(step_ms, 1)}
+
+    return told
 
 
 @contextmanager
-def switched(count: int) -> Iterator[Hosts]:
+def switched(count: int, mbit: int) -> Iterator[Hosts]:
     """Sets up hosts on a switch, and takes them down whatever happens.
 
     Args:
       count: of the hosts.
+      mbit: a second, of each one's wire.
 
     Yields:
       The hosts.
     """
     hosts = Hosts(tuple(f"fddp-{k}" for k in range(count)), tuple(f"10.77.1.{k + 1}" for k in range(count)))
+    burst = f"{round(BURST_S * mbit * 1e6 / 8)}b"
     with namespaces((SWITCH, *hosts.names)):
         ip("-n", SWITCH, "link", "add", "switch", "type", "bridge")
         ip("-n", SWITCH, "link", "set", "switch", "up")
@@ -87,8 +142,8 @@ def switched(count: int) -> Iterator[Hosts]:
             port = f"port{k}"
             ip("link", "add", port, "netns", SWITCH, "type", "veth", "peer", "name", "wire", "netns", name)
             ip("-n", SWITCH, "link", "set", port, "master", "switch", "up")
-            shape(SWITCH, port, f"{MBIT}mbit", BURST)
-        connect(hosts, f"{MBIT}mbit", BURST)
+            shape(SWITCH, port, f"{mbit}mbit", burst)
+        connect(hosts, f"{mbit}mbit", burst)
         yield hosts
 
 
@@ -108,7 +163,12 @@ def first_steps(way: str) -> int:
 
 
 def measure(
-    jobs: Mapping[str, Start], count: int, each: int, rounds: int, warm_up: Callable[[str], int] = first_steps
+    jobs: Mapping[str, Start],
+    count: int,
+    each: int,
+    mbit: int,
+    rounds: int,
+    warm_up: Callable[[str], int] = first_steps,
 ) -> dict[str, Any]:
     """Starts all jobs, lets their ways take turns, and evaluates.
 
@@ -116,6 +176,7 @@ def measure(
       jobs: what starts each; by the backend of fddp, or by the python of an environment with PyTorch.
       count: of the hosts.
       each: ranks on a host.
+      mbit: a second, of each host's wire.
       rounds: turns of each way that count.
       warm_up: (way) → its steps before those.
 
@@ -131,29 +192,31 @@ def measure(
         worker = str(ROOT / "bench" / "hosts_worker.py")
         with ending(processes):
             for job, start in jobs.items():
-                fddp = [sys.executable, worker, job, control, str(each)]
-                torch = [job, str(ROOT / "bench" / "torch_worker.py"), control, "waiting"]
+                elements = str(ELEMENTS * mbit // MBIT)
+                fddp = [sys.executable, worker, job, control, str(each), elements]
+                torch = [job, str(ROOT / "bench" / "torch_worker.py"), control, f"waiting:{elements}"]
                 processes += start(fddp if job in ("gloo", "mpi") else torch, {"PYTHONPATH": str(ROOT)})
             lines = [door.accept()[0] for _ in range(len(jobs) * count * each)]
             before = _busy_and_idle()
             seconds, _ = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
             busy, idle = np.subtract(_busy_and_idle(), before)
-    return evaluate(seconds, count, busy / (busy + idle))
+    return evaluate(seconds, count, mbit, busy / (busy + idle))
 
 
-def evaluate(seconds: Mapping[str, np.ndarray], count: int, busy: float) -> dict[str, Any]:
+def evaluate(seconds: Mapping[str, np.ndarray], count: int, mbit: int, busy: float) -> dict[str, Any]:
     """Quartiles, and the bound.
 
     Args:
       seconds: of each step, by way.
       count: of the hosts.
+      mbit: a second, of each one's wire.
       busy: the share of the cores that worked.
 
     Returns:
       What is saved.
     """
-    nbytes = 4 * ELEMENTS * LAYERS * 2 * (count - 1) / count
-    traffic_s = nbytes / (MBIT * 1e6 / 8 * FRAME)
+    nbytes = 4 * ELEMENTS * mbit // MBIT * LAYERS * 2 * (count - 1) / count
+    traffic_s = nbytes / (mbit * 1e6 / 8 * FRAME)
     alone = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
     result: dict[str, Any] = {
         "step_ms": {
@@ -188,14 +251,16 @@ def as_markdown(results: Mapping[str, Any]) -> str:
             if way == best or "DDP" not in way:
                 share = [f"{middle / result['bound_ms']:.2f}", f"{result['alone_ms'] / middle:.2f}"]
                 rows.append([title, way, f"{middle:.0f} ({low:.0f}–{high:.0f})", *share, f"{result['busy']:.2f}"])
+        if "at_scale_ms" in result:
+            projected_ms = result["at_scale_ms"]
+            rows.append([title, "staged, by `Tuning.at_scale` from two hosts", f"{projected_ms:.0f}", "", "", ""])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _place(saved: tuple[str, Any]) -> tuple[str, int, int]:
+def _place(saved: tuple[str, Any]) -> tuple[str, int, int, int]:
     """The place of a result in the table."""
-    hosts, backends = saved[0].split(", ")
-    count, each = map(int, hosts.split(" of "))
-    return backends, each, count
+    count, _, each, _, mbit, _, backends = saved[0].replace(",", "").split(maxsplit=6)
+    return backends, int(each), int(mbit), int(count)
 
 
 def saved() -> dict[str, Any]:

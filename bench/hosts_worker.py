@@ -10,16 +10,15 @@ import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.overlap_worker import obey, with_fddp
-from bench.problems import problem
-
-CAP_MB = 1.0  # a bucket for each layer
+from bench.problems import waiting
 
 
-def main(backend: str, control: str, each: int) -> None:
+def main(backend: str, control: str, each: int, elements: int) -> None:
     group = fddp.init(backend)
-    task = problem("waiting", seed=group.rank)
+    task = waiting(group.rank, elements)
+    cap_mb = elements / 2**18  # a bucket for each layer
     wire = {"gloo": "Gloo", "mpi": "MPI"}[backend]
-    ways = {f"{name} ({wire})": with_fddp(task, *way, CAP_MB) for name, way in ways_of(group, each).items()}
+    ways = {f"{name} ({wire})": with_fddp(task, *way, cap_mb) for name, way in ways_of(group, each).items()}
     obey(control, backend, group, ways)
 
 
@@ -33,4 +32,4 @@ def ways_of(group: fddp.Group, each: int) -> dict[str, tuple[fddp.Group, str]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -18,7 +18,7 @@ GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidd
 
 # The network that waits.
 LAYERS = 4
-ELEMENTS = 262144  # of a layer's parameters: 1 MiB
+ELEMENTS = 65536  # of a layer's parameters: 0.25 MiB
 FORWARD_S = 0.04
 BACKWARD_S = 0.08
 
@@ -75,13 +75,16 @@ def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 
     )
 
 
-def waiting(seed: int, forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S) -> Problem:
+def waiting(
+    seed: int, elements: int = ELEMENTS, *, forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S
+) -> Problem:
     """A network whose computing is a wait: as long as a computation would take, and hardly any work for the core.
 
     Its layers add the mean of their parameters to each row.
 
     Args:
       seed: of the rows.
+      elements: of a layer's parameters.
       forward_s: seconds that a layer waits in the forward pass.
       backward_s: seconds that it waits in the backward pass, before its gradient is there.
 
@@ -95,7 +98,7 @@ def waiting(seed: int, forward_s: float = FORWARD_S, backward_s: float = BACKWAR
             rows = layer(rows, params[f"layer {k}"])
         return jnp.mean((rows - 1.0) ** 2), {}
 
-    params = {f"layer {k}": jnp.zeros(ELEMENTS) for k in range(LAYERS)}
+    params = {f"layer {k}": jnp.zeros(elements) for k in range(LAYERS)}
     return Problem(loss_fn, params, None, jax.random.normal(jax.random.key(seed), (4,)))
 
 

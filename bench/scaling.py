@@ -63,7 +63,7 @@ def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
     largest, measured = max(cap["nbytes"]), cap["measured_ms"] / 1e3
 
     def step(stages: dict[str, Any]) -> float:
-        return _project(stages, hop, two, (4,), ring)[0].step_s / measured - 1
+        return projected(stages, hop, two, (4,), ring)[0].step_s / measured - 1
 
     return {
         "all_reduce": ring(hop, largest, 4) / Link(**four["link"]).seconds(largest) - 1,
@@ -74,10 +74,22 @@ def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
 
 def projections(two: dict[str, Any], algorithm: Algorithm) -> list[dict[str, float]]:
     hop = hop_of(Link(**two["link"]), 2, algorithm)
-    return [vars(one) for one in _project(two, hop, two, REPLICAS, algorithm)]
+    return [vars(one) for one in projected(two, hop, two, REPLICAS, algorithm)]
 
 
-def _project(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm) -> Any:
+def projected(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm) -> Any:
+    """Projects what bench/tuning_worker.py found with a single cap.
+
+    Args:
+      found: its stages.
+      hop: a message between neighbours.
+      paced: what it found where computing and traffic slowed each other down.
+      replicas: how many.
+      algorithm: of the all-reduces.
+
+    Returns:
+      A projection for each number of replicas.
+    """
     (cap,) = found["caps"]
     *updates, last = cap["updates_ms"]
     return project(

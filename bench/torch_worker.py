@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 CAPS_MB = (4, 8, 25)
-CAPS_MB_WAITING = (1, 2)
+CAPS_WAITING = (1, 2)  # in layers
 FORWARD_S = 0.04
 BACKWARD_S = 0.08
 
@@ -28,10 +28,11 @@ def main(control: str, name: str, bits: str = "") -> None:
     rank, size = int(os.environ["FDDP_RANK"]), int(os.environ["FDDP_SIZE"])
     host, port = os.environ["FDDP_COORDINATOR"].split(":")
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size)
-    caps_mb = CAPS_MB_WAITING if name == "waiting" else CAPS_MB
-    ways = {f"PyTorch DDP, {cap} MiB": _step(name, rank, cap) for cap in caps_mb}
+    _, _, elements = name.partition(":")  # of a layer that waits
+    caps_mb = [layers * int(elements) / 2**18 for layers in CAPS_WAITING] if elements else CAPS_MB
+    ways = {f"PyTorch DDP, {cap:g} MiB": _step(name, rank, cap) for cap in caps_mb}
     if bits == "bf16":
-        ways |= {f"PyTorch DDP, bf16, {cap} MiB": _step(name, rank, cap, _in_bf16) for cap in caps_mb}
+        ways |= {f"PyTorch DDP, bf16, {cap:g} MiB": _step(name, rank, cap, _in_bf16) for cap in caps_mb}
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -55,7 +56,9 @@ def _say(said: Any, words: Any) -> None:
 
 def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
     torch.manual_seed(0)
-    models = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt, "waiting": _waiting}
+    models = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt}
+    name, _, elements = name.partition(":")
+    models["waiting"] = partial(_waiting, elements)
     model, batch = models[name](rank)
     module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     if hook is not None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -174,7 +177,7 @@ def _gpt(rank: int) -> Any:
 
 
 class _Wait(torch.autograd.Function):
-    """Adds the mean of parameters, and waits: bench/waiting.py's layer."""
+    """Adds the mean of parameters, and waits: bench/problems.py's layer."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, forward_s: float, backward_s: float) -> Any:
@@ -189,7 +192,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Waiting(nn.Module):
-    def __init__(self, layers: int = 4, elements: int = 262144) -> None:
+    def __init__(self, elements: int, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ParameterList(torch.zeros(elements) for _ in range(layers))
 
@@ -199,8 +202,8 @@ class _Waiting(nn.Module):
         return rows
 
 
-def _waiting(rank: int) -> Any:
-    return _WithLoss(_Waiting(), F.mse_loss), (torch.randn(4, generator=_rows(rank)), torch.ones(4))
+def _waiting(elements: str, rank: int) -> Any:
+    return _WithLoss(_Waiting(int(elements)), F.mse_loss), (torch.randn(4, generator=_rows(rank)), torch.ones(4))
 
 
 if __name__ == "__main__":

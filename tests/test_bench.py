@@ -51,7 +51,7 @@ def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means()
 
 @pytest.mark.ranks
 def test_no_step_measured_on_loopback_is_shorter_than_its_waits():
-    found = hosts.measure({"gloo": partial(start, "gloo", 2)}, 2, 1, rounds=1, warm_up=lambda way: 1)
+    found = hosts.measure({"gloo": partial(start, "gloo", 2)}, 2, 1, 100, rounds=1, warm_up=lambda way: 1)
     least = 1e3 * LAYERS * (FORWARD_S + BACKWARD_S)
     assert {way: low >= least for way, (low, _, _) in found["step_ms"].items()} == dict.fromkeys(
         ("fddp staged (Gloo)", "fddp eager (Gloo)", "fddp after (Gloo)", "alone (Gloo)"), True

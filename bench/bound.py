@@ -1,0 +1,253 @@
+"""Where does an eager step's time go, beyond the larger of its computing and its traffic?
+
+    sudo .venv/bin/python bench/bound.py [--problems mlp mlp640 gpt] [--turns 6] [--quick]
+
+On two hosts, one core each, the stages of a step are timed without traffic, and eager steps with it; the kernel tells
+how long each core was busy. Steps are then simulated with these times, one behind the other, with the messages in the
+best order that a search finds:
+
+  bound     the larger of computing alone and of the bytes over the rate
+  order     no launcher beats it: a layer's next forward pass waits for its sum, and the sum for its backward pass
+  cut       the same with each message in four, in any order
+  core      the order's, on a core that also sends: while traffic is under way it computes only in the time left over
+  measured  eager
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import fddp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.overlap import CAPS_MB
+from bench.overlap_worker import OPTIMIZER
+from bench.problems import problem
+from bench.record import save
+from bench.two_hosts import ask
+from fddp.schedules import TRIED, Communicate, Pace, TaskList, simulate
+from fddp.schedules.tasks import Task, Value
+
+RATE = "1gbit"
+BYTES_PER_S = 1e9 / 8 * 1448 / 1514  # of an Ethernet frame's bytes so many are a message's
+STEPS = 8  # in a turn
+SIMULATED = 8  # steps, of which the last half counts
+TRIALS = 600  # of a search
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+BACKENDS = ("mpi", "gloo")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "gpt"])
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="2 turns, nothing is saved")
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    for name in args.problems:
+        for backend in BACKENDS:
+            results[f"{name}, {backend}"] = found = ask(
+                backend, RATE, __file__, "--rank", backend, name, 2 if args.quick else args.turns
+            )
+            against = found["step_ms"]["bound"]
+            words = (f"{key[:-3]} {ms:.0f} ({ms / against:.2f})" for key, ms in found.items() if key.endswith("_ms"))
+            print(
+                f"{name:7} {backend:5} {', '.join(words)}; core {found['core_for_traffic']:.0%} for traffic", flush=True
+            )
+    if not args.quick:
+        print(save("bound", results))
+
+
+def rank(backend: str, name: str, turns: int, path: Path) -> None:
+    """Times a way without traffic and one with it, in turns; rank 0 simulates and writes."""
+    group = fddp.init(backend)
+    mesh = Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,))
+    alone = fddp.mesh_group(mesh)
+    if backend == "mpi":
+        from mpi4py import MPI
+
+        alone = fddp.mpi_group(MPI.COMM_SELF)
+    ways = {"alone": Way(alone, name, group.rank), "eager": Way(group, name, group.rank)}
+    for way in ways.values():
+        way.steps(TRIED + 2)
+    took: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
+    for _ in range(turns):
+        for key, way in ways.items():
+            group.barrier()
+            took[key].append(way.steps(STEPS))
+    seconds = {key: group.all_reduce(np.median(np.array(values), axis=0), op="max") for key, values in took.items()}
+    if group.is_main:
+        path.write_text(json.dumps(evaluate(ways["alone"], ways["eager"].tasks, seconds)))
+
+
+class Way:
+    """Eager steps of a group."""
+
+    def __init__(self, group: fddp.Group, name: str, seed: int) -> None:
+        task = problem(name, seed=seed)
+        cap = CAPS_MB[name]
+        caps: Any = {"bucket_cap_mb": cap, "first_bucket_mb": cap, "last_bucket_mb": cap}
+        self._step = fddp.train_step(task.loss_fn, OPTIMIZER, group=group, has_aux=True, schedule="eager", **caps)
+        self._state = self._step.init(task.params, model_state=task.model_state)
+        self._batch = task.batch
+        self._spans: dict[str, list[float]] = {}
+
+    def steps(self, count: int) -> tuple[float, float]:
+        """Seconds of a step, and those of them in which this core was busy."""
+        info = self._once()
+        jax.block_until_ready(info.loss)
+        busy = _busy_s()
+        began = perf_counter()
+        for _ in range(count):
+            info = self._once()
+        jax.block_until_ready(info.loss)
+        took = perf_counter() - began
+        busy = _busy_s() - busy
+        jax.block_until_ready(self._state)
+        return took / count, busy / count
+
+    def _once(self) -> fddp.StepInfo:
+        self._state, info = self._step(self._state, self._batch)
+        jax.block_until_ready(info.loss)
+        for span in self._step.timeline().spans:
+            self._spans.setdefault(span.name, []).append(span.seconds)
+        return info
+
+    @property
+    def tasks(self) -> TaskList:
+        return self._step.tasks(self._state, self._batch)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each task, the median."""
+        return {name: float(np.median(values)) for name, values in self._spans.items()}
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Of each message."""
+        return [bucket.nbytes for bucket in self._step.plan.buckets]
+
+
+def evaluate(alone: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Milliseconds of a step: those that were measured, and those of the simulations."""
+    (lone, lone_busy), (measured, busy) = (seconds[key].tolist() for key in ("alone", "eager"))
+    sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(alone.nbytes)}
+    traffic = sum(sends.values())
+    took = alone.seconds | sends
+    computed = sum(took.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate))
+    took |= {name: s * lone / computed for name, s in took.items() if name not in sends}  # what Python takes, spread
+    share = min(0.95, max(0.0, (busy - lone_busy) / traffic))
+    core = Pace(1 - share, 1.0)
+    in_four = took | {f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)}
+    found = {
+        "computing": lone,
+        "traffic": traffic,
+        "bound": max(lone, traffic),
+        "order": best(listed, took, Pace()),
+        "cut": best(in_pieces(listed, 4), in_four, Pace()),
+        "core": best(listed, took, core),
+        "own order": period(listed, listed.messages, took, core),
+        "measured": measured,
+    }
+    return {
+        "step_ms": {key: round(1e3 * s, 1) for key, s in found.items()},
+        "core_for_traffic": round(share, 3),
+        "busy_ms": [round(1e3 * lone_busy, 1), round(1e3 * busy, 1)],
+    }
+
+
+def best(listed: TaskList, seconds: Mapping[str, float], pace: Pace) -> float:
+    """The shortest period of steps that a search over the orders of messages finds."""
+    draw = random.Random(0)
+    order = list(listed.messages)
+    least = period(listed, order, seconds, pace)
+    for _ in range(TRIALS):
+        other = list(order)
+        other.insert(draw.randrange(len(order)), other.pop(draw.randrange(len(order))))
+        took = period(listed, other, seconds, pace)
+        if took <= least:
+            least = took
+            order = other
+    return least
+
+
+def period(listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str, float], pace: Pace) -> float:
+    """Seconds of a step, if many follow each other and each starts what it can while the last one's sums come."""
+    tasks = list[Task]()
+    came = dict[Value, Value]()
+    for number in range(SIMULATED):
+        here = partial(_at, number)
+        once = [_renamed(task, number, came, here) for task in in_order(listed, order)]
+        came = {value.replaces: here(value) for value in listed.results if value.replaces}
+        tasks += once
+    took = {f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()}
+    line = simulate(tasks, took, pace, queue=lambda task: task.kind)
+    last = max((span for span in line.compute if span.name.startswith(f"{SIMULATED - 1} ")), key=lambda span: span.end)
+    name = last.name.split(" ", 1)[1]
+    ends = {span.name: span.end for span in line.compute}
+    half = SIMULATED // 2
+    return (last.end - ends[f"{half - 1} {name}"]) / half
+
+
+def in_order(listed: TaskList, order: Sequence[Communicate]) -> list[Task]:
+    """The tasks, with messages in an order, and updates as they can follow."""
+    there = {value: k for k, message in enumerate(order, 1) for value in message.writes}
+    places = dict[str, int]()
+    updates = [task for task in listed.tasks if task.kind == "update"]
+    for task in updates:
+        places[task.name] = max((there.get(value, 0) for value in task.reads), default=0)
+        there.update(dict.fromkeys(task.writes, places[task.name]))
+    computes = [task for task in listed.tasks if not isinstance(task, Communicate) and task.kind != "update"]
+    return [*computes, *order, *sorted(updates, key=lambda task: places[task.name])]
+
+
+def in_pieces(listed: TaskList, pieces: int) -> TaskList:
+    """A list whose messages travel in pieces; what reads a sum reads all of them."""
+
+    def cut(task: Task) -> list[Task]:
+        if not isinstance(task, Communicate):
+            reads = [piece for value in task.reads for piece in (of(value) if value.kind == "sum" else [value])]
+            return [task._replace(reads=tuple(reads))]
+        (sum_, *_) = task.writes
+        return [task._replace(name=f"{task.name} {p}", writes=(piece,)) for p, piece in enumerate(of(sum_))]
+
+    def of(value: Value) -> list[Value]:
+        return [Value(value.kind, value.number, str(p)) for p in range(pieces)]
+
+    return listed._replace(tasks=tuple(one for task in listed.tasks for one in cut(task)))
+
+
+def _renamed(task: Task, number: int, came: Mapping[Value, Value], here: Callable[[Value], Value]) -> Task:
+    reads = (came[value] if value in came else here(value) for value in task.reads)
+    return task._replace(name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(here, task.writes)))
+
+
+def _at(number: int, value: Value) -> Value:
+    return Value(f"{number} {value.kind}", value.number, value.path)
+
+
+def _busy_s() -> float:
+    """Seconds that this process's core has been busy since the machine started."""
+    (core,) = os.sched_getaffinity(0)
+    lines = Path("/proc/stat").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"cpu{core} "))
+    user, nice, system, _, _, hard, soft = map(int, line.split()[1:8])
+    return TICK_S * (user + nice + system + hard + soft)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        main()
