@@ -161,19 +161,21 @@ def test_one_replica_is_lookahead(group: Groups, x64: None):
     close(fddp.whole(state.params, group=group(1)), both.fast)
 
 
-def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(group: Groups, x64: None):
-    """A line through two points on each of two replicas; its losses are in MaxText's `diloco_test.py`."""
+@pytest.mark.parametrize("island", [1, 2])
+def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(group: Groups, x64: None, island: int):
+    """A line through two points on each of two islands; its losses are in MaxText's `diloco_test.py`."""
     inputs = np.array([[[0.0, 1], [1, 0]], [[1, 0], [0, 1]]])
     labels = np.array([[[1.0], [2]], [[2], [3]]])
 
     def line(p: Any, batch: Any) -> Any:
         return jnp.mean((batch["x"] @ p["kernel"] + p["bias"] - batch["y"]) ** 2)
 
-    optimizer = fddp.local_steps(optax.sgd(0.1), outer=optax.sgd(1.0, momentum=0.9, nesterov=True), every=3)
-    step = fddp.train_step(line, optimizer, group=group(2))
+    outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
+    optimizer = fddp.local_steps(optax.sgd(0.1), outer=outer, every=3, island=island)
+    step = fddp.train_step(line, optimizer, group=group(2 * island))
     state, losses = step.init({"kernel": np.array([[2.0], [1]]), "bias": np.ones(1)}), []
     for _ in range(4):
-        mine = [jax.tree.map(lambda x, r=r: x[r], each(state.params)) for r in range(2)]
+        mine = [jax.tree.map(lambda x, r=r: x[island * r], each(state.params)) for r in range(2)]
         losses.append([float(line(mine[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
         state, _ = step(state, {"x": np.concatenate(inputs), "y": np.concatenate(labels)})
     # The last one is made there of parameters that were rounded to four digits.
