@@ -1,11 +1,13 @@
 """What does a slow island cost, and one that is stopped, if islands wait for each other and if they do not?
 
-    python bench/islands.py [--seeds 3] [--seconds 8] [--quick]
+    python bench/islands.py [--only slow_island] [--seeds 3] [--seconds 8] [--quick]
 
 Three processes over Gloo train a small network on handwritten digits, 16 rows a step. A step is made 20 ms longer by
 sleeping, on the slow island 60 ms. Every method gets equally many seconds: rows per second of all islands, and the loss
 on rows that none has trained on. Then two islands train with an exchange after every eighth step, and one of them is
-stopped (SIGSTOP) for 10 s: the steps that the other makes meanwhile, and in the 10 s before.
+stopped (SIGSTOP) for 10 s: the steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD
+stands beside synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast ones bring
+more rows, and the loss is told after equally many rows of all.
 
 Source: Figure 1 of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013).
 """
@@ -17,6 +19,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench import jobs
 from bench.local_steps import digits
-from bench.record import save
+from bench.record import RESULTS, save
 from models import data
 
 ISLANDS = 3
@@ -36,6 +40,9 @@ SLOW = 2  # the number of the slow island
 STEP_S = 0.02
 ROWS = 16
 STOPPED_S = 10.0
+POINTS = 10  # of each curve
+PARTS = ("slow_island", "stopped_island", "equal_rows")
+FILE = RESULTS / "islands.json"
 MOMENTUM = optax.sgd(0.05, momentum=0.9)
 # Ways to train, by name: the optimizer, and whether islands make as many steps as they like.
 METHODS: dict[str, tuple[Any, bool]] = {
@@ -54,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the file keeps the other parts")
     parser.add_argument("--quick", action="store_true", help="one seed and two seconds, nothing is saved")
     parser.add_argument("--rank", choices=["slow", "stopped"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -64,12 +72,19 @@ def main() -> None:
         {"slow": rank_of_slow, "stopped": rank_of_stopped}[args.rank](args)
         return
     with tempfile.TemporaryDirectory() as folder:
-        slow = ranks("slow", ISLANDS, Path(folder), args)
-        stopped = {how: one_is_stopped(how, Path(folder) / how, args) for how in ("waits", "quorum")}
-    results = {"slow_island": slow, "stopped_island": stopped}
+        parts: dict[str, Callable[[], Any]] = {
+            "slow_island": lambda: ranks("slow", ISLANDS, Path(folder), args),
+            "stopped_island": lambda: {
+                how: one_is_stopped(how, Path(folder) / how, args) for how in ("waits", "quorum")
+            },
+            "equal_rows": lambda: equal_rows(args.seeds, 60 if args.quick else 600),
+        }
+        results = {name: parts[name]() for name in args.only}
     print(json.dumps(results, indent=1))
     if not args.quick:
-        print(save("islands", {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds, **results}))
+        before = json.loads(FILE.read_text())["results"] if FILE.exists() else {}
+        told = {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds}
+        print(save("islands", before | told | results))
 
 
 def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:
@@ -121,7 +136,7 @@ def rank_of_slow(args: argparse.Namespace) -> None:
 def train(group: fddp.Group, seed: int, optimizer: Any, free: bool, seconds: float) -> tuple[float, float]:
     """Rows per second of all islands, and the loss on rows that they have not trained on."""
     problem = digits(seed, 1)
-    batches = own_batches(group, seed)
+    batches = own_batches(group.rank, seed)
     step = fddp.train_step(problem.loss_fn, optimizer, group=group)
     state, _ = step(step.init(problem.params), next(batches))  # compiles
     slow = 3 * STEP_S if group.rank == SLOW else STEP_S
@@ -136,7 +151,7 @@ def train(group: fddp.Group, seed: int, optimizer: Any, free: bool, seconds: flo
     state = fddp.meet(step, state)
     took = time.monotonic() - begin
     params = fddp.whole(state.params, group=group)
-    loss = float(np.mean([problem.loss_fn(params, batch) for batch in problem.held_out]))
+    loss = held_out(problem, params)
     return ROWS * float(group.all_reduce(count)) / float(group.all_reduce(took, "max")), loss
 
 
@@ -144,7 +159,7 @@ def rank_of_stopped(args: argparse.Namespace) -> None:
     """Trains for so long that the other island can be stopped meanwhile; rank 0 notes when its steps end."""
     group = fddp.init("gloo")
     problem = digits(0, 1)
-    batches = own_batches(group, 0)
+    batches = own_batches(group.rank, 0)
     quorum = {"waits": None, "quorum": 1}[(args.folder / "how").read_text()]
     step = fddp.train_step(problem.loss_fn, fddp.local_steps(MOMENTUM, every=8, quorum=quorum), group=group)
     state, _ = step(step.init(problem.params), next(batches))
@@ -162,11 +177,60 @@ def rank_of_stopped(args: argparse.Namespace) -> None:
         (args.folder / "result.json").write_text(json.dumps(ends))
 
 
-def own_batches(group: fddp.Group, seed: int) -> Any:
+def equal_rows(seeds: int, most: int) -> dict[str, Any]:
+    """Test loss after so many rows of all islands, for each seed: steps of the fast islands, `most` at the end."""
+    slow = 3  # times
+    ends = [k * most // POINTS for k in range(1, POINTS + 1)]
+    counts = [[end // slow if island == SLOW else end for island in range(ISLANDS)] for end in ends]
+    # Synchronous steps have the rows of all islands.
+    rows = [sum(some) // ISLANDS * ISLANDS * ROWS for some in counts]
+
+    def asynchronous(seed: int, some: list[int], **options: Any) -> float:
+        problem = digits(seed, 1)
+        optimizer = fddp.local_steps(optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1, **options)
+        batches = [list(islice(own_batches(island, seed), count)) for island, count in enumerate(some)]
+        done = fddp.simulate_islands(
+            problem.loss_fn,
+            optimizer,
+            problem.params,
+            batches,
+            # Those that come at once would be merged as one.
+            seconds=lambda island, number: slow if island == SLOW else 1 + 0.05 * island,
+        )
+        return held_out(problem, done.params)
+
+    def synchronous(seed: int) -> list[float]:
+        problem = digits(seed, 1)
+        step = fddp.train_step(problem.loss_fn, optax.sgd(0.1), group=fddp.init("local"))
+        state = step.init(problem.params)
+        found = list[float]()
+        for number, each in enumerate(zip(*(own_batches(island, seed) for island in range(ISLANDS))), 1):
+            state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *each))
+            if number * ISLANDS * ROWS == rows[len(found)]:
+                found.append(held_out(problem, state.params))
+            if len(found) == POINTS:
+                break
+        return found
+
+    methods = {
+        "synchronous SGD": synchronous,
+        "asynchronous SGD": lambda seed: [asynchronous(seed, some) for some in counts],
+        "asynchronous SGD, staleness 4": lambda seed: [asynchronous(seed, some, max_staleness=4) for some in counts],
+    }
+    curves = {name: [method(seed) for seed in range(seeds)] for name, method in methods.items()}
+    return {"rows": rows, "test_loss": {name: np.round(curve, 5).tolist() for name, curve in curves.items()}}
+
+
+def held_out(problem: Any, params: Any) -> float:
+    """The loss on rows that are not trained on."""
+    return float(np.mean([problem.loss_fn(params, batch) for batch in problem.held_out]))
+
+
+def own_batches(island: int, seed: int) -> Any:
     """Rows that an island draws for itself."""
     images, labels, _, _ = data.split_digits()
     images = images.reshape(len(images), -1).astype(np.float32) / 16
-    draw = np.random.default_rng((seed, group.rank))
+    draw = np.random.default_rng((seed, island))
     while True:
         chosen = draw.integers(len(images), size=ROWS)
         yield {"image": images[chosen], "label": labels[chosen].astype(np.int32)}

@@ -1,10 +1,13 @@
 """What does it cost in test loss that replicas train alone between synchronizations? Loss over bytes, several seeds.
 
-    python bench/local_steps.py [--problems digits gpt] [--seeds 5] [--quick]
+    python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] [--seeds 5] [--first 0] [--quick]
 
 Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small network and plain
 momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with AdamW. Bytes are what each replica
-sends in the whole training.
+sends in the whole training. Islands with a quorum are four, too, one replica each, and are simulated: their steps take
+0.5 to 1.5 s at random, in place of a clock. What bench/islands.py has found at equal rows is drawn beside.
+
+With --methods (the beginnings of names) and --first it can be run in parts: the file keeps the rest.
 
 Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (2020), and Douillard et al., "DiLoCo"
 (2023).
@@ -29,14 +32,17 @@ from rich.console import Console
 from rich.table import Table
 
 import fddp
-from bench.record import save, save_picture
+from bench.record import RESULTS, save, save_picture
 from fddp import hooks
+from fddp.local_training.merge_log import Merged
 from fddp.measuring.plots import figure
 from models import data, gpt
 
 REPLICAS, MiB = 4, 2**20
-FILE = Path(__file__).parent / "results" / "local_steps.json"
+FILE = RESULTS / "local_steps.json"
+ISLANDS_FILE = RESULTS / "islands.json"
 Optimizer = optax.GradientTransformation
+QUARTER = optax.sgd(1 / REPLICAS)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -56,6 +62,7 @@ class Problem(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"])
+    parser.add_argument("--methods", nargs="+", default=[""], help="beginnings of their names")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="number of the first seed; the file keeps those before it")
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, nothing is saved")
@@ -69,6 +76,7 @@ def main() -> None:
         found = {
             method: [train(group, PROBLEMS[name](seed, steps), seed, **options) for seed in seeds]
             for method, options in methods(steps).items()
+            if method.startswith(tuple(args.methods))
         }
         results[name] = told(name, found, steps)
     if not args.quick:
@@ -81,9 +89,15 @@ def together(results: dict[str, Any], first: int) -> dict[str, Any]:
     """The results, behind those of earlier seeds and beside those of other problems, as the file has them."""
     before = json.loads(FILE.read_text())["results"]["problems"] if FILE.exists() else {}
     for name, found in results.items():
+        known = before.get(name, {}).get("methods", {})
         for method, now in found["methods"].items():
-            was = before[name]["methods"][method]["test_loss"][:first] if first else []
+            was = known[method]["test_loss"][:first] if first else []
             now["test_loss"] = [*was, *now["test_loss"]]
+        merged = known | found["methods"]
+        found["methods"] = {method: merged[method] for method in methods(found["steps"]) if method in merged}
+        ddp = found["methods"].get("DDP", {}).get("mib_sent")
+        for now in found["methods"].values():
+            now["of_ddp"] = round(now["mib_sent"] / ddp, 5) if ddp else None
     return before | results
 
 
@@ -100,6 +114,16 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
             "local": {"every": 32, "outer": NESTEROV, "fragments": 3, "delay": 1, "mix": 0.5},
             "bucket_cap_mb": 0,
         },
+        "local SGD in islands of two, 8": {"local": {"every": 8, "island": 2}},
+        **{f"DiLoCo in islands of two, {k}": {"local": {"every": k, "outer": NESTEROV, "island": 2}} for k in (8, 32)},
+        **{f"quorum of three, {k}": {"local": {"every": k, "quorum": 3}} for k in (8, 32)},
+        **{f"quorum of one, {k}": {"local": {"every": k, "quorum": 1, "outer": QUARTER}} for k in (1, 8)},
+        **{
+            f"quorum of one, 1, staleness {s}": {
+                "local": {"every": 1, "quorum": 1, "outer": QUARTER, "max_staleness": s}
+            }
+            for s in (1, 4)
+        },
         "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},
         "top-k, 1 %": {"hook": hooks.starting(steps // 10, hooks.topk(0.01))},
         "chunks, 10 %": {"hook": hooks.starting(steps // 10, hooks.chunks(0.1))},
@@ -111,12 +135,37 @@ def train(
 ) -> tuple[float, float, float]:
     """Test loss, MiB that each replica sent, and seconds."""
     optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
+    if local and "quorum" in local:
+        return train_without_waiting(problem, seed, optimizer)
     step = fddp.train_step(problem.loss_fn, optimizer, group=group, **options)
     state, sent, begin = step.init(problem.params), 0, time.perf_counter()
     for batch in islice(problem.batches(seed), problem.steps):
         state, info = step(state, batch)
         sent += int(np.sum(np.asarray(info.sent), dtype=np.int64))
     test_loss = fddp.evaluate(problem.loss_fn, state, problem.held_out, group=group)
+    return test_loss, sent / MiB, time.perf_counter() - begin
+
+
+def train_without_waiting(problem: Problem, seed: int, optimizer: Any) -> tuple[float, float, float]:
+    """The same of islands with a quorum, simulated; each trains on its share of every batch."""
+    begin = time.perf_counter()
+    seconds = np.random.default_rng(seed).uniform(0.5, 1.5, (REPLICAS, problem.steps + 1))
+
+    def share(island: int) -> Iterator[Any]:
+        for batch in islice(problem.batches(seed), problem.steps):
+            yield jax.tree.map(lambda x: np.split(x, REPLICAS)[island], batch)
+
+    done = fddp.simulate_islands(
+        problem.loss_fn,
+        optimizer,
+        problem.params,
+        [share(island) for island in range(REPLICAS)],
+        seconds=lambda island, number: seconds[island, number],
+    )
+    exchanges = sum(len(line.islands) for line in done.log if isinstance(line, Merged))
+    sent = exchanges / REPLICAS * sum(np.asarray(x).nbytes for x in jax.tree.leaves(problem.params))
+    loss_fn = jax.jit(problem.loss_fn)
+    test_loss = float(np.mean([loss_fn(done.params, batch) for batch in problem.held_out]))
     return test_loss, sent / MiB, time.perf_counter() - begin
 
 
@@ -173,13 +222,14 @@ def told(name: str, found: dict[str, list[tuple[float, float, float]]], steps: i
     table = Table(
         "method", "test loss (range)", "of DDP's", "MiB sent", "of DDP's", "s", title=f"{name}, {steps} steps"
     )
-    ddp, results = np.mean([run[0] for run in found["DDP"]]), dict[str, Any]()
+    ddp = np.mean([run[:2] for run in found["DDP"]], axis=0) if "DDP" in found else np.full(2, np.nan)
+    results = dict[str, Any]()
     for method, runs in found.items():
         losses, sent = np.array([run[0] for run in runs]), runs[0][1]
         spread = f"{losses.mean():.4f} ({losses.min():.4f}–{losses.max():.4f})"
-        share = sent / found["DDP"][0][1]
+        share = sent / ddp[1]
         seconds = f"{np.mean([run[2] for run in runs]):.1f}"
-        table.add_row(method, spread, f"{losses.mean() / ddp:.3f}", f"{sent:.2f}", f"{share:.4f}", seconds)
+        table.add_row(method, spread, f"{losses.mean() / ddp[0]:.3f}", f"{sent:.2f}", f"{share:.4f}", seconds)
         results[method] = {"test_loss": losses.round(5).tolist(), "mib_sent": round(sent, 4), "of_ddp": round(share, 5)}
     Console(width=110).print(table)
     return {"steps": steps, "methods": results}
@@ -187,7 +237,11 @@ def told(name: str, found: dict[str, list[tuple[float, float, float]]], steps: i
 
 def picture(results: dict[str, Any]) -> Path:
     """Test loss over bytes, with the range over seeds."""
-    sheet, axes = figure(len(results))
+    islands = json.loads(ISLANDS_FILE.read_text())["results"] if ISLANDS_FILE.exists() else {}
+    curves = islands.get("equal_rows")
+    sheet, axes = figure(len(results) + bool(curves))
+    if curves:
+        draw_curves(np.atleast_1d(axes)[-1], curves)
     for axis, (name, found) in zip(np.atleast_1d(axes), results.items()):
         families = list(dict.fromkeys(method.split(",")[0] for method in found["methods"]))
         for k, (method, told) in enumerate(found["methods"].items()):
@@ -198,6 +252,15 @@ def picture(results: dict[str, Any]) -> Path:
         axis.set(xscale="log", yscale="log", xlabel="MiB sent by each replica", ylabel="test loss", title=name)
         axis.legend(fontsize=6, ncols=2)
     return save_picture("local_steps", sheet, dpi=150)
+
+
+def draw_curves(axis: Any, curves: dict[str, Any]) -> None:
+    """Test loss over rows, synchronous and not, with the range over seeds."""
+    for method, losses in curves["test_loss"].items():
+        axis.plot(curves["rows"], np.mean(losses, axis=0), label=method)
+        axis.fill_between(curves["rows"], np.min(losses, axis=0), np.max(losses, axis=0), alpha=0.2)
+    axis.set(yscale="log", xlabel="rows of all islands", ylabel="test loss", title="digits, an island 3 times slower")
+    axis.legend(fontsize=6)
 
 
 if __name__ == "__main__":
