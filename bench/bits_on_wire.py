@@ -181,8 +181,8 @@ def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep:
                 print(
                     f"{name:7} {backend:5} {hook:17} {told:>13,} told {sent:>13,} sent: {sent / told:.4f}", flush=True
                 )
-    if keep:
-        print(save("bits_told", {"steps": steps, "bytes_told_and_sent": results}))
+            if keep:
+                print(save("bits_told", {"steps": steps, "bytes_told_and_sent": results}))
 
 
 def count(backend: str, name: str, steps: str, path: str) -> None:
