@@ -207,6 +207,11 @@ def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]
     # What is written slice by slice has a stage for each message: equal slices share a program.
     used = (lambda k, count: k) if program.begins else used
     when = [count - 1 if alone else used(k, count) for k in arrivals(program.closed, back)]
+    # Messages leave in their order: one that could leave before another waits for it.
+    before = 0
+    for number, value in enumerate(program.made):
+        if value.kind == MESSAGE:
+            before = when[number] = max(before, when[number])
     groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
     return stages_of(program.name, "update", program.closed, program.read, program.made, groups)
 
