@@ -5,7 +5,7 @@ Where sums go over nodes first, replicas of one node speak with each other, and 
 
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-Level: TypeAlias = Literal["all", "shards", "node", "network"]
+Level: TypeAlias = Literal["all", "shards", "node", "network", "neighbours"]
 Carrier = TypeVar("Carrier")
 
 
@@ -18,3 +18,6 @@ class ByLevel(NamedTuple, Generic[Carrier]):
     """The replicas of this one's node."""
     network: Carrier
     """The replicas that have this one's place, one on each node."""
+    neighbours: Carrier | None = None
+    """The replicas that have this one's place, one in each island of its node, where nodes have several islands; see
+    `islands_in_nodes`."""

@@ -284,9 +284,7 @@ class Group:
         verify(self, "nodes", lambda: self._described_nodes(local))
         # Every process finds the same nodes, so either all go on or all raise.
         nodes = by_node(self.levels.find()) if local is None else blocks(local, self.size)
-        communicator, clone = self.levels.make(nodes)
-        lanes = clone(max(1, len(self.transport.clones)))
-        transport = lanes[0]._replace(clones=lanes if self.transport.clones else ())
+        communicator, transport, clone = self.levels.on(nodes, None, len(self.transport.clones))
         return replace(self, nodes=nodes, communicator=communicator, transport=transport, clone=clone)
 
     def _described_nodes(self, local: int | None) -> list[str]:

@@ -14,6 +14,7 @@ import platform
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -35,17 +36,38 @@ class Levels(NamedTuple):
 
     find: Callable[[], Sequence[Hashable]]
     """Finds the node of each replica, by any name; every process calls it, and all get the same."""
-    make: Callable[[Nodes], tuple[Communicator, Callable[[int], tuple[Transport, ...]]]]
-    """Makes the communicator and the `clone` that take the place of the group's own."""
+    make: Callable[[Nodes, Nodes | None], tuple[Communicator, Callable[[int], tuple[Transport, ...]]]]
+    """(the replicas of each node, the sets of neighbours) → the communicator and the `clone` that take the place of the
+    group's own."""
+
+    def on(
+        self, nodes: Nodes, neighbours: Nodes | None, turns: int
+    ) -> tuple[Communicator, Transport, Callable[[int], tuple[Transport, ...]]]:
+        """Makes the collectives of a group that sums over given nodes first; every process calls it.
+
+        Args:
+          nodes: the replicas of each node.
+          neighbours: sets of replicas that speak with each other besides, equally many in each; None: there are none.
+          turns: the number of transports that take messages in turn; 0: there is one alone.
+
+        Returns:
+          The communicator, transport and `clone` that take the place of the group's own.
+        """
+        communicator, clone = self.make(nodes, neighbours)
+        lanes = clone(max(1, turns))
+        return communicator, lanes[0]._replace(clones=lanes if turns else ()), clone
 
 
-def in_two_levels(whole: Communicator, node: Communicator, network: Communicator) -> Communicator:
+def in_two_levels(
+    whole: Communicator, node: Communicator, network: Communicator, neighbours: Communicator | None = None
+) -> Communicator:
     """Makes sums inside a program go over two levels.
 
     Args:
       whole: communicator of all replicas.
       node: communicator of this replica's node.
       network: communicator of the replicas that have this one's place on each node.
+      neighbours: communicator of the replicas that speak with this one besides.
 
     Returns:
       The communicator of all, which has those of its levels; its other collectives are as they were.
@@ -63,7 +85,7 @@ def in_two_levels(whole: Communicator, node: Communicator, network: Communicator
         return node.all_gather(part(rows)).reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
 
     shards = replace(node, all_reduce=all_reduce, reduce_scatter=reduce_scatter, nodes=network.size)
-    return replace(whole, all_reduce=all_reduce, levels=ByLevel(shards, node, network))
+    return replace(whole, all_reduce=all_reduce, levels=ByLevel(shards, node, network, neighbours))
 
 
 def blocks(local: int, replicas: int) -> Nodes:
@@ -111,6 +133,24 @@ def by_node(found: Sequence[Hashable]) -> Nodes:
             "many shall count as a node."
         )
     return nodes
+
+
+def islands_of(nodes: Nodes, size: int) -> tuple[Nodes, Nodes]:
+    """Cuts nodes into islands of equal size.
+
+    Args:
+      nodes: the replicas of each node.
+      size: replicas of an island, one behind the other on their node; it divides those of a node.
+
+    Returns:
+      The islands; and the neighbours, the replicas of one place in the islands of a node.
+
+    Example:
+      >>> islands_of(((0, 1, 2, 3), (4, 5, 6, 7)), 2)
+      (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)))
+    """
+    cut = [tuple(node[at : at + size] for at in range(0, len(node), size)) for node in nodes]
+    return tuple(chain.from_iterable(cut)), tuple(chain.from_iterable(map(same_places, cut)))
 
 
 def same_places(nodes: Nodes) -> Nodes:

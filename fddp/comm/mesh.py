@@ -179,15 +179,18 @@ def mesh_levels(
     def transport(communicator: Communicator, alike: PartitionSpec = REPLICATED) -> Transport:
         return mesh_transport(placement, communicator, piece, alike=alike)
 
-    def make(nodes: Nodes) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
-        node, network = (
+    def make(
+        nodes: Nodes, neighbours: Nodes | None = None
+    ) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
+        several = [
             axis_communicator(str(placement.axis_name), len(among[0]), platform, among=among)
-            for among in (nodes, same_places(nodes))
-        )
-        both = in_two_levels(communicator, node, network)
+            for among in (nodes, same_places(nodes), neighbours)
+            if among
+        ]
+        both = in_two_levels(communicator, *several)
         own = placement.per_replica
         shards = transport(both.at("shards"))
-        one = transport(both)._replace(levels=ByLevel(shards, transport(node, own), transport(network, own)))
+        one = transport(both)._replace(levels=ByLevel(shards, *(transport(some, own) for some in several)))
         # There is one transport: devices in another order are the same nodes, and two sums at once would mix there.
         return both, lambda count: (one,)
 

@@ -14,7 +14,7 @@ from jaxtyping import Shaped, UInt8
 from fddp.comm.by_level import ByLevel
 from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word
 from fddp.comm.group import Group
-from fddp.comm.levels import Levels, Nodes, in_two_levels
+from fddp.comm.levels import Levels, Nodes, in_two_levels, same_places
 from fddp.comm.mpi_programs import mpi_placement
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.summation_tree import parts_for_each, sum_of_parts
@@ -145,33 +145,39 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
         shared.Free()
         return hosts.all_gather(first.view(np.uint8)).view(first.dtype).ravel().tolist()
 
-    def make(nodes: Nodes) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
-        ((number, place),) = [(k, node.index(comm.rank)) for k, node in enumerate(nodes) if comm.rank in node]
-
-        def split() -> tuple[Any, Any]:
-            return comm.Split(number, place), comm.Split(place, number)
+    def make(
+        nodes: Nodes, neighbours: Nodes | None = None
+    ) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
+        def split() -> list[Any]:
+            several = (among for among in (nodes, same_places(nodes), neighbours) if among)
+            mine = [
+                (k, some.index(comm.rank)) for among in several for k, some in enumerate(among) if comm.rank in some
+            ]
+            return [comm.Split(number, place) for number, place in mine]
 
         def carrier() -> Transport:
-            node, network = split()
+            several = split()
+            node, network = several[:2]
             whole = mpi_transport(comm.Clone())._replace(all_reduce=_two_level_sum(node, network))
-            return _with_levels(whole, mpi_transport(node), mpi_transport(network))
+            return _with_levels(whole, *map(mpi_transport, several))
 
-        node, network = map(mpi_communicator, split())
         transport = carrier()
-        both = in_two_levels(communicator, node, network)
+        both = in_two_levels(communicator, *map(mpi_communicator, split()))
         return both, lambda count: (transport, *(carrier() for _ in range(count - 1)))
 
     return Levels(find, make)
 
 
-def _with_levels(whole: Transport, node: Transport, network: Transport) -> Transport:
+def _with_levels(
+    whole: Transport, node: Transport, network: Transport, neighbours: Transport | None = None
+) -> Transport:
     """Adds the collectives of its levels to a transport."""
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
         return network.all_reduce(node.reduce_scatter(mpi_word(x))).astype(x.dtype)  # rounded once
 
     shards = node._replace(all_reduce=whole.all_reduce, reduce_scatter=reduce_scatter)
-    return whole._replace(levels=ByLevel(shards, node, network))
+    return whole._replace(levels=ByLevel(shards, node, network, neighbours))
 
 
 def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:

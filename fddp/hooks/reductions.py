@@ -69,7 +69,7 @@ class Reduction(NamedTuple):
     @property
     def among_some(self) -> bool:
         """Whether some replicas speak among themselves, so that others have something else when it is back."""
-        return self.level in ("node", "network")
+        return self.level in ("node", "network", "neighbours")
 
     @property
     def title(self) -> str:
