@@ -64,7 +64,7 @@ class InTurn:
 
     def due(self, number: int) -> bool:
         """Whether an island sends after the step of a number."""
-        return self.optimizer.sends(number, Met())[0] is not None
+        return bool(self.optimizer.sends(number, Met())[0])
 
     def given(self, island: int) -> Contribution:
         """The contribution of an island."""

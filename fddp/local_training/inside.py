@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from fddp.buckets import Shard, is_shard, join, of_rows
+from fddp.buckets import Shard, is_shard, join, of_rows, whole_forms
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
@@ -23,8 +23,8 @@ class Trains(NamedTuple):
 
     opt_state: Any
     """State of the inner optimizer."""
-    weight: Float[Array, " fragments"]
-    """Σ w that the island has trained on since the last synchronization of each fragment."""
+    weight: Float[Array, " means"]
+    """Σ w that the island has trained on since the last mean of each kind (`LocalState.weight`)."""
 
 
 def inside(replica: Replica, way: Way) -> Replica:
@@ -101,6 +101,13 @@ def own_copies(held: Any) -> Any:
         return x.parts.reshape(x.shape) if is_shard(x) and x.nodes is None else x
 
     return jax.tree.map(own, held, is_leaf=is_shard)
+
+
+def trained_leaves(replica: Replica, params: Any) -> Any:
+    """The tree with None in place of leaves that are not trained, whether leaves are shards or not."""
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_shard)
+    chosen = replica.chosen(whole_forms(params))
+    return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
 
 def whole_view(group: Group, view: TrainState) -> TrainState:

@@ -110,7 +110,7 @@ def island_runner(
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal last, keeper
-        now, fragment = last.following(steps, state.step)
+        now, due = last.following(steps, state.step)
         if now.number <= steps.start:
             result, shards, _ = together.run(state, pending, shards, (), rows)
             last = now._replace(step=result[0].step)
@@ -123,7 +123,7 @@ def island_runner(
             (new, info), own, _ = alone.run(bare, pending, own, (), rows)
         new = _whole(join(new, own), held)
         last = now._replace(step=new.step)
-        if keeper and fragment is not None:
+        if keeper and due:
             given = island.contribution(new)
             new = island.landed(steps.mix, new, keeper.give(given))
             if island.members.is_main:

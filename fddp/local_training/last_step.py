@@ -1,4 +1,4 @@
-"""The step that ran last: its number says which step is due, and which fragment that one synchronizes."""
+"""The step that ran last: its number says which step is due, and what that one sends to other islands."""
 
 from typing import Any, NamedTuple
 
@@ -17,19 +17,19 @@ class LastStep(NamedTuple):
     met: Met = Met()
     """The synchronizations around it."""
 
-    def following(self, steps: LocalSteps, step: Any) -> tuple["LastStep", int | None]:
+    def following(self, steps: LocalSteps, step: Any) -> tuple["LastStep", tuple[int, ...]]:
         """Finds the step that is due.
 
         Args:
-          steps: says which fragment is due.
+          steps: says what is due.
           step: the number that the state has, perhaps still computed or promised.
 
         Returns:
-          The step, and the fragment that it synchronizes; None for none.
+          The step, and the numbers of what it sends.
         """
         # The number itself is not asked for, where it is known: it may still be computed.
         if isinstance(step, Promise) and step is not self.step:
             step = step.result()
         number = self.number + 1 if step is self.step else int(jax.device_get(step)) + 1
-        fragment, met = steps.sends(number, self.met)
-        return LastStep(None, number, met), fragment
+        due, met = steps.sends(number, self.met)
+        return LastStep(None, number, met), due

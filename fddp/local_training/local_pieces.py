@@ -1,8 +1,8 @@
-"""A step of islands that train alone, and synchronize a fragment of their parameters now and then.
+"""A step of islands that train alone, and synchronize a part of their state now and then.
 
 An island is one replica, or several that make ordinary steps with each other. There are three kinds of step. In the
 first all replicas average gradients, as in any other step. In the second each island trains alone. The third is the
-second that also sends the pseudo-gradient of a fragment (shared − local parameters) to an outer optimizer.
+second that also sends: the pseudo-gradient of a fragment to an outer optimizer, and what else is averaged.
 
 Source: Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025); what `fddp.local_steps` names besides.
 """
@@ -15,69 +15,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fddp.buckets import Messages, copy_of, is_shard, join, take_apart
+from fddp.buckets import BucketPlan, Messages, copy_of, is_shard, join, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
-from fddp.local_training.fragments import Fragment
-from fddp.local_training.inside import Trains, keys_of_island, own_copies, own_rows, own_view, shared_held
-from fddp.optim import LocalState, LocalSteps, scale_of, skipped
+from fddp.local_training.inside import (
+    keys_of_island,
+    own_copies,
+    own_rows,
+    own_view,
+    shared_held,
+    trained_leaves,
+)
+from fddp.local_training.several import NOTHING, Exchange, Several
+from fddp.optim import LocalState, LocalSteps
 from fddp.schedules import Pieces, Round, sent_by_bucket
-from fddp.step import Facts, Mean, Replica, StepInfo, TrainState, with_trained
+from fddp.step import Replica, TrainState, with_trained
 
 GIVEN = ("state", "pending", "shards", "rows")
-NOTHING = Messages((), ((), None))
 # A state as one replica sees it, and what the step tells.
 Trained = tuple[TrainState, Any]
-
-
-def counted(facts: Facts, joined: bool) -> Facts:
-    """Makes an update count how much it has trained on.
-
-    Args:
-      facts: of a step.
-      joined: whether data may end, so that there may be nothing to train on.
-
-    Returns:
-      The facts; a state's optimizer is `Trains`.
-    """
-
-    def use(view: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
-        opt_state, weight = view.opt_state
-        own = view._replace(opt_state=opt_state)
-        new, info = facts.use(own, mean)
-        if joined:
-            chosen = partial(jnp.where, mean.weight > 0)
-            new = new._replace(
-                params=jax.tree.map(chosen, new.params, own.params),
-                opt_state=jax.tree.map(chosen, new.opt_state, own.opt_state),
-                model_state=jax.tree.map(chosen, new.model_state, own.model_state),
-            )
-        trained_on = mean.weight / scale_of(opt_state)
-        for passed_over in (info.skipped, skipped(new.opt_state, mean.grads)):
-            trained_on = trained_on if passed_over is None else jnp.where(passed_over, 0, trained_on)
-        return new._replace(opt_state=Trains(new.opt_state, weight + trained_on.astype(weight.dtype))), info
-
-    return facts._replace(use=use)
-
-
-def by_itself(replica: Replica, facts: Facts) -> Pieces:
-    """The pieces of a step of one replica, which sends nothing; its buffers are its own."""
-    plan = facts.plan
-    solo = replace(replica, options=replace(replica.options, broadcast_buffers=False))
-
-    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        sums, kept = solo.local(lambda grads, tail: (grads, tail), state, pending, rows)  # type: ignore
-        return NOTHING, (add_replica_dim(sums), kept)
-
-    def unpacked(sums: Any) -> tuple[list[Any], Any]:
-        grads, tail = sums
-        return plan.treedef.flatten_up_to(grads), tail
-
-    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        sums, kept = kept
-        nothing = jnp.zeros(len(plan.messages), jnp.uint32)
-        return facts.use(state, solo.mean(plan, unpacked, state, drop_replica_dim(sums), kept, nothing)), shards  # type: ignore
-
-    return Pieces((Round("backward", ("state", "pending", "rows"), backward, (), "compute"),), finish)
 
 
 @dataclass(frozen=True)
@@ -87,7 +42,11 @@ class Local:
     replica: Replica
     inner: Pieces
     """A step of an island, of a state with `Trains`."""
-    fragments: Sequence[Fragment]
+    steps: LocalSteps
+    plan: BucketPlan
+    """The plan of all buckets."""
+    exchanges: Sequence[Exchange]
+    """All that islands send each other now and then, by its number."""
 
     def together(self, pieces: Pieces) -> Pieces:
         """A step that averages the gradients of all replicas, of a state with `Trains`; they stay equal."""
@@ -96,7 +55,7 @@ class Local:
             new, info = self._trained(pieces, state, shards, messages, kept, sent)
             before = self._local(state, shards)
             new = new._replace(opt_state=new.opt_state._replace(weight=before.weight))
-            return self._held(state, before._replace(shared=self.fragments[0].trained(new.params)), (new, info))
+            return self._held(state, before._replace(shared=trained_leaves(self.replica, new.params)), (new, info))
 
         rounds = tuple(self._seen(one, lambda view: view, lambda rows: rows) for one in pieces.rounds)
         return Pieces(rounds, finish, pieces.name)
@@ -110,46 +69,46 @@ class Local:
 
         return Pieces(self._inner_rounds, finish, self.inner.name)
 
-    def sends(self, number: int) -> Pieces:
-        """A step that synchronizes a fragment: as it was before the step if there is a delay, else as it is then."""
-        return (
-            self._sends_before(self.fragments[number])
-            if self.steps.delay
-            else self._sends_after(self.fragments[number])
-        )
+    def sends(self, due: Sequence[int]) -> Pieces:
+        """A step that sends some of it: as it was before the step if there is a delay, else as it is then."""
+        several = Several(tuple(self.exchanges[number] for number in due))
+        return self._sends_before(several) if self.steps.delay else self._sends_after(several)
 
-    def _sends_after(self, fragment: Fragment) -> Pieces:
-        """Sends a fragment as it is at the step's end."""
+    def _sends_after(self, several: Several) -> Pieces:
+        """Sends what an island has at the step's end."""
 
         def send(state: TrainState, pending: Any, shards: Any, rows: Any, came: Messages, kept: Any) -> tuple[Any, Any]:
             trained = self._trained(self.inner, state, shards, came, kept, self._nothing)
-            new, _ = trained
-            return fragment.changed(state.opt_state, new, new.opt_state.weight, rows), add_replica_dim(trained)
+            messages, layouts = several.changed(state.opt_state, trained[0], rows)
+            return messages, (layouts, add_replica_dim(trained))
 
         def land(state: TrainState, shards: Any, kept: Any) -> Trained:
             return drop_replica_dim(kept)
 
-        rounds = *self._inner_rounds, Round("send", GIVEN, send, fragment.sums)
-        return self._landing(fragment, _without_silent(rounds), land, lambda came, kept: (came, kept))
+        def arrived(came: Messages, kept: Any) -> tuple[list[Messages], Any]:
+            layouts, kept = kept
+            return several.taken(layouts, came.arrays), kept
 
-    def _sends_before(self, fragment: Fragment) -> Pieces:
-        """Sends a fragment as it was before the step, beside its forward and backward pass."""
+        rounds = *self._inner_rounds, Round("send", GIVEN, send, several.sums)
+        return self._landing(several, _without_silent(rounds), land, arrived)
+
+    def _sends_before(self, several: Several) -> Pieces:
+        """Sends what an island had before the step, beside its forward and backward pass."""
         first, *others = self._inner_rounds
-        count = len(fragment.sums)
+        count = len(several.sums)
 
         def begin(state: TrainState, pending: Any, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
             view = own_view(state, shards)
-            sent = fragment.changed(state.opt_state, view, view.opt_state.weight, rows)
+            sent, layouts = several.changed(state.opt_state, view, rows)
             messages, kept = first.run(state, pending, shards, rows, *nothing)
-            arrays = (*sent.arrays, *messages.arrays)
-            return replace(messages, arrays=arrays), (replace(sent, arrays=()), kept)
+            return replace(messages, arrays=(*sent.arrays, *messages.arrays)), (layouts, kept)
 
-        def came_first(came: Messages, kept: Any) -> tuple[Messages, Messages, Any]:
-            """The sums of the fragment, those of the island, and what was kept."""
+        def came_first(came: Messages, kept: Any) -> tuple[list[Messages], Messages, Any]:
+            """The sums over islands, those of the island, and what was kept."""
             sums, kept = kept
-            if sums.arrays:
+            if any(one.arrays for one in sums):
                 return sums, came, kept
-            return replace(sums, arrays=came.arrays[:count]), replace(came, arrays=came.arrays[count:]), kept
+            return several.taken(sums, came.arrays[:count]), replace(came, arrays=came.arrays[count:]), kept
 
         def following(one: Round) -> Round:
             def run(
@@ -161,7 +120,7 @@ class Local:
 
             return one._replace(run=run)
 
-        def arrived(came: Messages, kept: Any) -> tuple[Messages, Any]:
+        def arrived(came: Messages, kept: Any) -> tuple[list[Messages], Any]:
             sums, came, kept = came_first(came, kept)
             return sums, (came, kept)
 
@@ -169,50 +128,46 @@ class Local:
             came, kept = kept
             return self._trained(self.inner, state, shards, came, kept, self._nothing)
 
-        begins = first._replace(run=begin, reductions=(*fragment.sums, *first.reductions))
-        return self._landing(fragment, (begins, *map(following, others)), land, arrived)
+        begins = first._replace(run=begin, reductions=(*several.sums, *first.reductions))
+        return self._landing(several, (begins, *map(following, others)), land, arrived)
 
     def _landing(
         self,
-        fragment: Fragment,
+        several: Several,
         rounds: Sequence[Round],
         land: Callable[[TrainState, Any, Any], Trained],
-        arrived: Callable[[Messages, Any], tuple[Messages, Any]],
+        arrived: Callable[[Messages, Any], tuple[list[Messages], Any]],
     ) -> Pieces:
-        """Ends a step whose rounds have sent a fragment: the island puts its parts together, and goes on with them."""
+        """Ends a step whose rounds have sent: the island puts its parts together, and goes on with them."""
 
         def gather(
             state: TrainState, pending: Any, shards: Any, rows: Any, came: Messages, kept: Any
         ) -> tuple[Messages, Any]:
             sums, kept = arrived(came, kept)
-            buckets, buffers = fragment.summed(sums)
-            return replace(NOTHING, arrays=tuple(buckets)), (add_replica_dim(buffers), kept)
+            buckets, means = several.to_gather(several.averaged(sums))
+            return replace(NOTHING, arrays=buckets), (add_replica_dim(means), kept)
 
         def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-            if fragment.parts > 1:
-                buffers, kept = kept
-                buckets = messages.arrays
-                buffers = drop_replica_dim(buffers)
+            if several.gathers:
+                means, kept = kept
+                means = several.gathered(drop_replica_dim(means), messages.arrays)
             else:
                 sums, kept = arrived(messages, kept)
-                buckets, buffers = fragment.summed(sums)
+                means = several.averaged(sums)
             new, info = land(state, shards, kept)
             weight = new.opt_state.weight
             # With a delay this step's own is not among what was sent.
             left = weight - self._local(state, shards).weight if self.steps.delay else jnp.zeros_like(weight)
-            local, new = fragment.landed(state.opt_state, new, buckets, buffers)
-            weight = weight.at[fragment.number].set(left[fragment.number])
+            local, new = several.landed(state.opt_state, new, means)
+            anew = jnp.array(several.renews)
+            weight = weight.at[anew].set(left[anew])
             new = new._replace(opt_state=new.opt_state._replace(weight=weight))
             told = info._replace(sent=info.sent + sent_by_bucket(pieces.reductions, sent, info.sent.size))
             return self._held(state, local, (new, told))
 
-        more = (Round("gather", GIVEN, gather, fragment.gathers),) if fragment.parts > 1 else ()
+        more = (Round("gather", GIVEN, gather, several.gathers),) if several.gathers else ()
         pieces = Pieces((*rounds, *more), finish, self.inner.name)
         return pieces
-
-    @property
-    def steps(self) -> LocalSteps:
-        return self.fragments[0].steps
 
     @property
     def _nothing(self) -> Any:
@@ -223,7 +178,7 @@ class Local:
     def _inner_rounds(self) -> tuple[Round, ...]:
         """The rounds of an island, which are for its own replicas."""
         group = self.replica.group
-        several = self.fragments[0].parts > 1
+        several = self.steps.replicas(group.parts) > 1
 
         def among_its_own(one: Round) -> Round:
             return one._replace(reductions=tuple(x._replace(level="node") for x in one.reductions))
@@ -258,7 +213,7 @@ class Local:
         """The step's result, with what is each replica's own apart."""
         own, info = trained
         copy = partial(copy_of, self.replica.group.copy_ranks)
-        held = (self.fragments[0].trained(own.params), own.opt_state, own.model_state)
+        held = (trained_leaves(self.replica, own.params), own.opt_state, own.model_state)
         params, of_island, buffers = jax.tree.map(lambda x: x if is_shard(x) else copy(x), held, is_leaf=is_shard)
         opt_state = shared_held(local, copy)._replace(inner=of_island.opt_state, weight=of_island.weight)
         params = with_trained(own.params, params)

@@ -8,17 +8,20 @@ import jax
 
 from fddp.comm import Group, nothing_to_compare, verify
 from fddp.hooks import Hook
-from fddp.local_training.fragments import RANGE, Fragment, scalars_of
+from fddp.local_training.fragments import Fragment, scalars_of
 from fddp.local_training.inside import hold, inside, keys_of_island, own_rows, own_view, whole_view
 from fddp.local_training.last_step import LastStep
-from fddp.local_training.local_pieces import Local, by_itself, counted
+from fddp.local_training.local_pieces import Local
+from fddp.local_training.own_means import own_means
 from fddp.local_training.remembered import by_kind, first_memory, in_places, memory_forms
+from fddp.local_training.trained_alone import by_itself, counted
+from fddp.local_training.wire import RANGE
 from fddp.losses import Joined, Pending, Sums
-from fddp.optim import LocalState, LocalSteps
+from fddp.optim import LocalState, LocalSteps, check_fields
 from fddp.schedules import Pieces, Runner, Schedule, rehearse
 from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, Replica, TrainState, Way
 
-TOGETHER = -1  # a step that averages gradients; None: one that sends nothing; others send the fragment of this number
+TOGETHER = (-1,)  # a step that averages gradients; other numbers are those of what it sends to other islands
 
 
 def alone(steps: LocalSteps, inner: Way) -> Way:
@@ -54,6 +57,8 @@ def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, para
             f"local_steps: start={steps.start} cannot go with shard='state', as the parameters that islands begin with "
             "are whole: give shard='optimizer', or start=0."
         )
+    trained = replica.trained(params)
+    check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
     return inner.check(replace(replica, way=inner), optimizer.inner, params)
 
 
@@ -108,10 +113,10 @@ def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tupl
     for fragment in fragments:
         fragment.check()
     counts = counted(facts, isinstance(facts.batch, Joined))
-    one = fragments[0].parts == 1 and not inner.apart
+    one = steps.replicas(replica.group.parts) == 1 and not inner.apart
     island = by_itself(replica, counts) if one else inner.pieces(inside(replica, inner), counts)
     together = inner.pieces(replace(replica, way=inner), counts)
-    local = Local(replica, island, fragments)
+    local = Local(replica, island, steps, facts.plan, [*fragments, *own_means(steps, inner, replica, facts, scalars)])
     return local, local.together(together)
 
 
@@ -137,18 +142,18 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
     """
 
     @cache
-    def of_kind(kind: int | None) -> Runner:
-        others = {TOGETHER: lambda: together, None: local.alone}
-        return schedule(group, others[kind]() if kind in others else local.sends(kind or 0), donate)
+    def of_kind(kind: tuple[int, ...]) -> Runner:
+        others = {TOGETHER: lambda: together, (): local.alone}
+        return schedule(group, others[kind]() if kind in others else local.sends(kind), donate)
 
-    first = of_kind(0)
+    first = of_kind((0,))
     latest = Latest(LastStep(), first)
 
     def due(state: TrainState) -> Latest:
         if isinstance(state.step, jax.ShapeDtypeStruct):
             return latest._replace(runner=first)
-        last, fragment = latest.last.following(local.steps, state.step)
-        return Latest(last, of_kind(TOGETHER if last.number <= local.steps.start else fragment))
+        last, kind = latest.last.following(local.steps, state.step)
+        return Latest(last, of_kind(TOGETHER if last.number <= local.steps.start else kind))
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal latest
@@ -160,10 +165,11 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
         return due(state).runner.lower(state, pending, shards, in_places(memory), rows)  # type: ignore
 
-    def rehearse_fragments(*arguments: Any) -> None:
+    def rehearse_all(*arguments: Any) -> None:
         def attempt() -> None:
-            for fragment in range(local.steps.fragments):
-                rehearse(group, local.sends(fragment), memory_forms(local.replica, local.fragments[0].of), *arguments)
+            memory = memory_forms(local.replica, local.plan)
+            for number in range(len(local.exchanges)):
+                rehearse(group, local.sends((number,)), memory, *arguments)
 
         verify(group, "synchronizations", attempt, nothing_to_compare)
 
@@ -174,5 +180,5 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
         lambda state, *rest: due(state).runner.tasks(state, *rest),
         lambda state, pending, shards, memory, rows: first.footprint(state, pending, shards, in_places(memory), rows),
         first.promises,
-        rehearse_fragments,
+        rehearse_all,
     )

@@ -17,6 +17,9 @@ from fddp.optim.loss_scale import scale_of as scale_of
 from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided
 from fddp.optim.parts import kinds_of_state as kinds_of_state
+from fddp.optim.periods import NODE as NODE
+from fddp.optim.periods import check_fields as check_fields
+from fddp.optim.periods import fields_of as fields_of
 from fddp.optim.quorum import Arrival as Arrival
 from fddp.optim.quorum import Quorum as Quorum
 from fddp.optim.quorum import due_at as due_at

@@ -6,10 +6,10 @@ momentum), DiLoCo (`sgd(0.7, momentum=0.9, nesterov=True)`), Lookahead (one repl
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use
 Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025);
-for islands that do not wait what `quorum.py` names.
+for periods of parts what `periods.py` names, for islands that do not wait what `quorum.py` does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from fddp.optim.periods import NODE, PARAMS, read_periods
 from fddp.optim.quorum import Quorum, make_quorum
 from fddp.wording import check_whole
 
@@ -31,8 +32,9 @@ class LocalState(NamedTuple):
     """State of the outer optimizer, equal on all replicas."""
     inner: Any
     """State of the inner optimizer, each replica's own."""
-    weight: Float[Array, " fragments"]
-    """Σ w that a replica has trained on since the last synchronization of each fragment, each replica's own."""
+    weight: Float[Array, " means"]
+    """Σ w that a replica has trained on since the last synchronization of each fragment, and since each further mean
+    that `every` names; each replica's own."""
 
 
 class IslandState(NamedTuple):
@@ -64,17 +66,21 @@ class LocalSteps:
     inner: optax.GradientTransformation = field(repr=False)
     outer: optax.GradientTransformation = field(repr=False)
     every: int | Callable[[int], int]
+    """The period of the parameters, over all islands."""
     start: int
     fragments: int
     delay: int
     mix: float
+    others: tuple[tuple[str, int], ...] = ()
+    """The periods of further means, by their names; each is numbered, behind the fragments."""
     quorum: Quorum | None = None
     """The rule of islands that do not wait for each other; None: all wait."""
     island: int | Literal["node"] = 1
 
     def __repr__(self) -> str:
         """Names functions by their names, so that the text is equal on ranks that were given the same options."""
-        every = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
+        every: Any = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
+        every = {PARAMS: every, **dict(self.others)} if self.others else every
         names = ("start", "fragments", "delay", "mix", "island")
         rest = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         quorum = f", {self.quorum}" if self.quorum else ""
@@ -99,7 +105,7 @@ class LocalSteps:
         inner = self.inner.init(params)
         if self.quorum:
             return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, jnp.zeros(1))
-        return LocalState(params, outer, inner, jnp.zeros(self.fragments))
+        return LocalState(params, outer, inner, jnp.zeros(self.fragments + len(self.others)))
 
     def update(self, *args: Any, **extra: Any) -> Any:
         """Refuses to update: only a step can make replicas train alone and synchronize."""
@@ -108,24 +114,35 @@ class LocalSteps:
             "with chains, scales and other wrappers inside of it."
         )
 
-    def sends(self, number: int, met: Met) -> tuple[int | None, Met]:
-        """Finds the fragment that a step synchronizes.
+    def sends(self, number: int, met: Met) -> tuple[tuple[int, ...], Met]:
+        """Finds what a step sends to other islands.
 
         Args:
           number: number of the step, from 1.
           met: what an earlier call returned, so that this one need not count from the beginning.
 
         Returns:
-          The fragment's number, or None; and where `every` is a function, when replicas meet around this step.
+          The numbers of further means that are due, and behind them of a fragment, if one is; and where `every` is a
+          function, when replicas meet around this step.
         """
         alone = number - self.start - self.delay  # steps that replicas have trained alone when a fragment leaves
         if alone <= 0:
-            return None, met
+            return (), met
         if callable(self.every):
             met = self._met(self.every, alone, met)
-            return (0 if met.next == alone else None), met
-        due = [f for f in range(self.fragments) if alone % self.every == f * self.every // self.fragments]
-        return (due[0] if due else None), met
+            due = [0] if met.next == alone else []
+        else:
+            due = [f for f in range(self.fragments) if alone % self.every == f * self.every // self.fragments][:1]
+        # Where all parameters are averaged over all islands, so they are over those of a node.
+        idle = self.node if due and self.fragments == 1 else None
+        more = enumerate((period for _, period in self.others), start=self.fragments)
+        return (*(k for k, period in more if alone % period == 0 and k != idle), *due), met
+
+    @property
+    def node(self) -> int | None:
+        """The number of the mean over the islands of a node; None: there is none."""
+        names = [name for name, _ in self.others]
+        return self.fragments + names.index(NODE) if NODE in names else None
 
     def _met(self, every: Callable[[int], int], alone: int, met: Met) -> Met:
         """Finds the first synchronization that is not before `alone` steps, and the one before it."""
@@ -144,7 +161,7 @@ def local_steps(
     optimizer: optax.GradientTransformation,
     *,
     outer: optax.GradientTransformation | None = None,
-    every: int | Callable[[int], int] = 1,
+    every: int | Callable[[int], int] | Mapping[str, int | Callable[[int], int]] = 1,
     start: int = 0,
     fragments: int = 1,
     delay: int = 0,
@@ -168,7 +185,11 @@ def local_steps(
         replicas' shared − local parameters, each replica weighing as much as it trained on. None: `optax.sgd(1.0)`,
         which gives the mean of their parameters.
       every: steps between two synchronizations; or a function that takes the number of steps so far and gives the
-        number until the next one.
+        number until the next one. Or a mapping from the names of parts to the periods of each. "params" is what else
+        `every` is. The name of a field of the inner optimizer's state, "mu" or "nu" of Adam, is the number of steps
+        after which that field becomes its mean over all replicas, wherever in the state it stands; fields that are not
+        named never travel. "node": the number of steps after which replicas of one node of `group.hierarchical` take
+        the mean of their parameters, beside the outer optimizer.
       start: steps at the beginning that synchronize gradients, as without `local_steps`.
       fragments: parts of the parameters that are synchronized in turn, spread over the `every` steps: groups of the
         plan's buckets. A count in the outer optimizer counts each fragment.
@@ -215,8 +236,6 @@ def local_steps(
             raise TypeError(f"local_steps: {name} must be one of optax's optimizers, got {type(value).__name__}.")
         if isinstance(value, LocalSteps):
             raise TypeError(f"local_steps: {name} is one of local_steps itself; give the optimizer inside of it.")
-    if not callable(every):
-        check_whole("every", every, 1)
     if island != "node":
         check_whole("island", island, 1)
     check_whole("start", start, 0)
@@ -226,14 +245,19 @@ def local_steps(
             f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where a fragment takes "
             "longer than a step, give more fragments."
         )
-    if not callable(every) and every <= delay:
-        raise ValueError(f"delay={delay} needs more than one step between two synchronizations, got every={every}.")
+    periods = read_periods(every, delay)
+    every = periods.every
     if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix <= 1:
         raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
     if fragments > 1 and (callable(every) or fragments > every):
         raise ValueError(
             f"local_steps sends one fragment a step at most, so fragments must be no more than every, a number; got "
             f"{fragments=}, {every=}."
+        )
+    if quorum is not None and periods.others:
+        raise ValueError(
+            "islands with a quorum meet at the keeper one by one, which has no mean that all of them would take: give "
+            f"one period, that of the parameters; got one for {periods.others[0][0]!r}, too."
         )
     rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
     if rule and (fragments > 1 or delay):
@@ -242,4 +266,4 @@ def local_steps(
             f"has sent goes on from the version that it is merged into: give no fragments or delay with quorum; got "
             f"{fragments=}, {delay=}."
         )
-    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, rule, island)
+    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, periods.others, rule, island)
