@@ -91,7 +91,8 @@ def by_hand(
 
 def trained(group: fddp.Group, local: Any, inner: Any = None, **options: Any) -> tuple[Any, list[int]]:
     optimizer = fddp.local_steps(inner or optax.adam(RATE), outer=OUTER, **local)
-    step = fddp.train_step(loss_fn, optimizer, group=group, **{"bucket_cap_mb": 0, **options})
+    options = {"bucket_cap_mb": 0, **options}
+    step = fddp.train_step(loss_fn, optimizer, group=group, **options)
     state = step.init(PARAMS)
     sent = []
     for batch in BATCHES:
@@ -112,7 +113,7 @@ def check(state: Any, hand: Any, moments: Callable[[Any], Any] = lambda inner: i
 
 @pytest.mark.parametrize("local", [{}, {"delay": 1, "mix": 0.5}, {"start": 3}], ids=["", "delay", "start"])
 def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64: None, local: Any):
-    periods = {"params": 2, "mu": 3, "nu": 5}
+    periods: Any = {"params": 2, "mu": 3, "nu": 5}
     state, _ = trained(group(4), {"every": periods, **local})
     hand = by_hand(4, periods, **local)
     check(state, hand)
@@ -127,7 +128,7 @@ def test_two_islands_of_two_average_each_moment_at_its_own_period(group: Groups,
 
 
 def test_islands_in_shards_average_what_they_had_before_a_step(group: Groups, x64: None):
-    local = {"every": {"params": 4, "mu": 2, "nu": 3}, "delay": 1, "mix": 0.5}
+    local: Any = {"every": {"params": 4, "mu": 2, "nu": 3}, "delay": 1, "mix": 0.5}
     state, _ = trained(group(4), {**local, "island": 2}, shard="optimizer", schedule="staged")
     check(state, by_hand(2, **local))
 
@@ -138,7 +139,7 @@ def test_equal_periods_of_all_parts_average_the_whole_state(group: Groups, x64: 
     step = fddp.train_step(loss_fn, optimizer, group=group(2))
     state = step.init(PARAMS)
     adam = optax.adam(RATE)
-    own = [(jax.tree.map(jnp.asarray, PARAMS), adam.init(PARAMS)) for _ in range(2)]
+    own: Any = [(jax.tree.map(jnp.asarray, PARAMS), adam.init(PARAMS)) for _ in range(2)]
     for number, batch in enumerate(BATCHES, start=1):
         state, _ = step(state, batch)
         for k, rows in enumerate(np.split(batch, 2)):
@@ -159,7 +160,8 @@ def test_a_field_is_found_wherever_it_stands_in_the_state(group: Groups, x64: No
     # Two optimizers, each of its own leaves, have one each: all are meant.
     labels = {"b": "one", "s": "other", "w": "other"}
     parts = optax.multi_transform({"one": optax.adam(RATE), "other": optax.adam(RATE)}, labels)
-    for options in ({}, {"island": 2}):
+    ways: Any = ({}, {"island": 2})
+    for options in ways:
         state, _ = trained(group(2 * options.get("island", 1)), {"every": PERIODS, **options}, parts)
         whole = jax.device_get(fddp.whole(state))
         close(whole.params, mean_of(by_hand(2, PERIODS)[0]), rtol=0, atol=1e-10)
@@ -181,7 +183,7 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
     """The outer optimizer has no momentum here, so that fragments which leave together are one."""
     periods = {"params": 3, "mu": 2, "nu": 4}
     inner, outer = optax.adam(RATE), optax.sgd(1.0)
-    own = [(jax.tree.map(jnp.asarray, PARAMS), inner.init(PARAMS)) for _ in range(2)]
+    own: Any = [(jax.tree.map(jnp.asarray, PARAMS), inner.init(PARAMS)) for _ in range(2)]
     step = fddp.train_step(
         loss_fn, fddp.local_steps(inner, outer=outer, every=periods, fragments=3), group=group(2), bucket_cap_mb=0
     )
@@ -193,7 +195,7 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
             updates, moments = inner.update(jax.grad(loss_fn)(params, rows), moments, params)
             own[k] = optax.apply_updates(params, updates), moments
         turn = step.plan.buckets[number % 3].names
-        mean = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0).astype(x[0].dtype), *own)
+        mean: Any = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0).astype(x[0].dtype), *own)
         for k, (params, moments) in enumerate(own):
             params = {name: mean[0][name] if name in turn else x for name, x in params.items()}
             adam = moments[0]
@@ -214,7 +216,7 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
 def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     group: Groups, x64: None, node: int, delay: int
 ):
-    local = {"every": {"params": 4, "node": node, "mu": 8}, "delay": delay, "mix": 0.5 * delay}
+    local: Any = {"every": {"params": 4, "node": node, "mu": 8}, "delay": delay, "mix": 0.5 * delay}
     state, _ = trained(group(4).hierarchical(2), local)
     hand = by_hand(4, **local, node=2)
     check(state, hand)
@@ -223,7 +225,7 @@ def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_islands_of_a_node_average_parameters_of_the_same_place(group: Groups, x64: None, way: Any):
-    local = {"every": {"params": 6, "node": 2, "nu": 4}}
+    local: Any = {"every": {"params": 6, "node": 2, "nu": 4}}
     state, _ = trained(group(8).hierarchical(4), {**local, "island": 2}, **way)
     check(state, by_hand(4, **local, node=2))
 
@@ -315,7 +317,8 @@ def test_between_islands_each_moment_travels_once(group: Groups, shard: Any):
     """Islands of two: a replica sends half of a moment between islands; where it holds half, nothing is gathered."""
     params = jax.tree.map(np.float32, PARAMS)
     sent = {}
-    for every in (100, {"params": 100, "mu": 1}):
+    periods: Any = (100, {"params": 100, "mu": 1})
+    for every in periods:
         optimizer = fddp.local_steps(optax.adam(RATE), every=every, island=2)
         step = fddp.train_step(loss_fn, optimizer, group=group(4), shard=shard)
         _, info = step(step.init(params), BATCHES[0].astype(np.float32))
@@ -368,19 +371,21 @@ def test_a_checkpoint_between_two_means_goes_on_bit_for_bit(group: Groups, tmp_p
 
 
 def test_parameters_alone_in_a_mapping_are_one_period(group: Groups):
-    ends = [trained(group(2), {"every": every}) for every in (3, {"params": 3}, {"params": lambda step: 3})]
+    periods: Any = (3, {"params": 3}, {"params": lambda step: 3})
+    ends = [trained(group(2), {"every": every}) for every in periods]
     for end in ends[1:]:
         close(end, ends[0], rtol=0, atol=0)
 
 
 def test_periods_that_cannot_be_are_refused(group: Groups):
-    for every, words in (
+    wrong: Any = (
         ({}, "every must have the period of the parameters, 'params', got {}"),
         ({"mu": 3}, "every must have the period of the parameters"),
         ({"params": 0}, r"every\['params'\] must be a whole number of 1 or more, got 0"),
         ({"params": 2, "mu": 1.5}, r"every\['mu'\] must be a whole number of 1 or more, got 1.5"),
         ({"params": 2, "mu": abs}, r"every\['mu'\] must be a whole number"),
-    ):
+    )
+    for every, words in wrong:
         with pytest.raises(ValueError, match=words):
             fddp.local_steps(optax.adam(0.1), every=every)
     with pytest.raises(ValueError, match=r"delay=1 needs more than one step .* got every\['mu'\]=1"):

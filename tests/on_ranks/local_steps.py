@@ -36,3 +36,37 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
         mine = np.asarray(state.params.parts.addressable_shards[0].data)
         np.testing.assert_allclose(mine, own[group.rank : group.rank + 1], rtol=1e-5)
         assert same_on_all_ranks(group, whole)
+
+
+@claim(quick=("mpi",))
+def ranks_average_moments_and_over_nodes_each_at_its_own_period(group: fddp.Group):
+    size = group.size
+    batches = np.sin(np.arange(7 * 4 * size, dtype=np.float32)).reshape(7, size, 4)
+    # (replicas of an island, of a node, delay, schedule): with four ranks two nodes, or one of two islands
+    four = ((1, 2, 0, "fused"), (1, 2, 0, "staged"), (2, 4, 1, "staged"))
+    cases: Any = four if size == 4 else ((1, size, 0, "staged"),)
+    for island, node, delay, schedule in cases:
+        every = {"params": 4, "node": 2, "trace": 3}
+        inner = optax.sgd(RATE, momentum=0.5)
+        optimizer = fddp.local_steps(inner, outer=optax.sgd(0.7), every=every, delay=delay, island=island)
+        step = fddp.train_step(square, optimizer, group=group.hierarchical(node), schedule=schedule)
+        state = step.init(jnp.zeros(()))
+        own, speed, shared = np.zeros(size), np.zeros(size), 0.0
+        for number, batch in enumerate(batches, start=1):
+            state, _ = step(state, batch[group.rank])
+            before = own, speed
+            speed = 0.5 * speed + 2 * (own - np.repeat(batch.reshape(size // island, -1).mean(axis=1), island))
+            own = own - RATE * speed
+            sent, pace = before if delay else (own, speed)
+            alone = number - delay
+            if alone and alone % 3 == 0:
+                speed = np.full(size, pace.mean())
+            if alone and alone % 4 == 0:
+                shared -= 0.7 * (shared - sent.mean())
+                own = np.full(size, shared)
+            elif alone and alone % 2 == 0:
+                own = np.repeat(sent.reshape(-1, node).mean(axis=1), node)
+        mine = (state.params, state.opt_state.inner[0].trace)
+        mine = [float(np.asarray(x.parts.addressable_shards[0].data).ravel()[0]) for x in mine]
+        np.testing.assert_allclose(mine, [own[group.rank], speed[group.rank]], rtol=1e-5)
+        np.testing.assert_allclose(float(state.opt_state.shared), shared, rtol=1e-5)
