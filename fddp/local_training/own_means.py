@@ -1,8 +1,8 @@
 """Means of arrays that each island holds as its own: moments of its optimizer, or its parameters over a node.
 
-Each is a plain mean, in which an island weighs as much as it has trained on since the last one. No hook sums it: a second
-moment that is rounded to zero would be divided by, and what a hook remembers is that of gradients and pseudo-gradients.
-Parameters travel as changes since the last synchronization, as pseudo-gradients do, so that few bits are lost.
+Each is a plain mean, in which an island weighs as much as it has trained on since the last one. No hook sums it: a
+second moment that is rounded to zero would be divided by, and hooks remember gradients and pseudo-gradients. Parameters
+travel as changes since the last synchronization, as pseudo-gradients do, so that few bits are lost.
 
 Source: Iacob et al., "DES-LOC" (arXiv 2505.22549), algorithm 1; `HierarchicalModelAverager` in PyTorch.
 """
