@@ -335,7 +335,7 @@ def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
     optimizer = fddp.local_steps(optax.adam(RATE), every={"params": 2, "node": 1, "nu": 1})
     options: Any = {"hook": nothing if hook == "nothing" else fddp.hooks.topk(0.01)}
     step = fddp.train_step(loss_fn, optimizer, group=group(4).hierarchical(2), **options)
-    state, _ = step(step.init(PARAMS), BATCHES[0])
+    state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), BATCHES[0])
     own = state.params["w"].parts.reshape(4, -1)
     np.testing.assert_array_equal(own[0], own[1])
     assert np.any(own[0] != own[2]) and np.any(own[0] != np.float32(PARAMS["w"].ravel()))
