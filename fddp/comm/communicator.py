@@ -109,13 +109,38 @@ def mpi_communicator(comm: Any) -> Communicator:
     import mpi4jax
     from mpi4py import MPI
 
-    exchange = exact_bits(partial(mpi4jax.alltoall, comm=comm))
+    return rank_communicator(
+        comm,
+        lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm),
+        partial(mpi4jax.alltoall, comm=comm),
+        partial(mpi4jax.allgather, comm=comm),
+    )
+
+
+def rank_communicator(
+    comm: Any,
+    all_reduce: Callable[[Array], Array],
+    all_to_all: Callable[[Array], Array],
+    all_gather: Callable[[Array], Array],
+) -> Communicator:
+    """Makes the communicator of a rank of MPI from three collectives that know no 16-bit floats.
+
+    Args:
+      comm: an mpi4py communicator.
+      all_reduce: sums arrays over its ranks.
+      all_to_all: sends row i to rank i.
+      all_gather: gives every rank's array to every rank.
+
+    Returns:
+      The communicator.
+    """
+    exchange = exact_bits(all_to_all)
     communicator = Communicator(
         size=comm.size,
         replica_index=lambda: jnp.int32(comm.rank),
-        all_reduce=lambda x: mpi4jax.allreduce(mpi_word(x), op=MPI.SUM, comm=comm).astype(x.dtype),
+        all_reduce=lambda x: all_reduce(mpi_word(x)).astype(x.dtype),
         all_to_all=exchange,
-        all_gather=exact_bits(partial(mpi4jax.allgather, comm=comm)),
+        all_gather=exact_bits(all_gather),
         reduce_scatter=partial(_exchanged_and_added, exchange),
     )
     return _of_one(communicator)

@@ -153,6 +153,7 @@ def mesh_transport(
         ),
         all_gather=blocking(lambda x: jnp.roll(gathered(communicator, x, piece), turn, 0).reshape(-1), alike),
         tree_reduce=lambda x, blocks: in_tree(blocks)(x),
+        inside=communicator,
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import io_callback
 from jaxtyping import Shaped, UInt8
 
 from fddp.comm.by_level import ByLevel
-from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word
+from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word, rank_communicator
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels, same_places
 from fddp.comm.mpi_programs import mpi_placement
@@ -123,7 +124,44 @@ def mpi_transport(comm: Any) -> Transport:
 
     for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)
     added = jax.jit(sum_of_parts, static_argnums=1)
-    return Transport(all_reduce, reduce_scatter, all_gather, tree_reduce)
+    return Transport(all_reduce, reduce_scatter, all_gather, tree_reduce, waiting_communicator(comm))
+
+
+def waiting_communicator(comm: Any) -> Communicator:
+    """Makes collectives inside of a program that leave the core to others while they wait, as those between programs.
+
+    Args:
+      comm: an mpi4py communicator that one thread at a time uses.
+
+    Returns:
+      The communicator.
+    """
+    from mpi4py import MPI
+
+    like = receive_buffers()
+
+    def collective(begin: Callable[[np.ndarray, np.ndarray], Any], rows: int = 1) -> Callable[[jax.Array], jax.Array]:
+        def run(x: Any) -> np.ndarray:
+            sent = np.ascontiguousarray(x).reshape(-1)
+            received = like(sent, rows)
+            _wait_for([begin(sent, received)])
+            return received.reshape(rows, *x.shape)
+
+        def call(x: jax.Array) -> jax.Array:
+            back = jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)
+            return io_callback(run, back, x, ordered=True)
+
+        return call
+
+    added = collective(partial(comm.Iallreduce, op=MPI.SUM))
+    exchanged = collective(_bytes_of(comm.Ialltoall))
+    gathered = collective(_bytes_of(comm.Iallgather), comm.size)
+    return rank_communicator(comm, lambda x: added(x)[0], lambda rows: exchanged(rows)[0], gathered)
+
+
+def _bytes_of(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that only moves numbers, as one of bytes: MPI knows not all of them."""
+    return lambda sent, received: begin(sent.view(np.uint8), received.view(np.uint8))
 
 
 def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
@@ -177,7 +215,8 @@ def _with_levels(
         return network.all_reduce(node.reduce_scatter(mpi_word(x))).astype(x.dtype)  # rounded once
 
     shards = node._replace(all_reduce=whole.all_reduce, reduce_scatter=reduce_scatter)
-    return whole._replace(levels=ByLevel(shards, node, network, neighbours))
+    inside = in_two_levels(*(one.inside for one in (whole, node, network, neighbours) if one))
+    return whole._replace(levels=ByLevel(shards, node, network, neighbours), inside=inside)
 
 
 def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fddp.comm.by_level import ByLevel, Level
+from fddp.comm.communicator import Communicator
 
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
@@ -24,6 +25,8 @@ class Transport(NamedTuple):
     tree_reduce: Callable[[jax.Array, int], jax.Array]
     """`tree_reduce(x, blocks)`: sums all blocks of all replicas in the tree of virtual replicas; a replica's blocks
     lie in `x`, flat, one behind the other."""
+    inside: Communicator
+    """The collectives inside of a program that sends one message, while other programs compute."""
     clones: "tuple[Transport, ...]" = ()
     """Transports whose collectives may run side by side, and which take messages in turn; empty: this one alone."""
     levels: "ByLevel[Transport] | None" = None

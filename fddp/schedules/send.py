@@ -46,7 +46,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
 
     def program(reduction: Reduction) -> Callable[..., Any]:
         def run(message: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
-            total, mine, sent = summed(group.communicator, reduction, None, message, drop_replica_dim(mine))
+            total, mine, sent = summed(group.transport.inside, reduction, None, message, drop_replica_dim(mine))
             return total, add_replica_dim(mine), sent, all_finite(total)
 
         back = own if reduction.among_some or reduction.collective == "reduce_scatter" else REPLICATED
