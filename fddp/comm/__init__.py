@@ -18,6 +18,7 @@ from fddp.comm.by_level import Level as Level
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
 from fddp.comm.communicator import add_bytes as add_bytes
+from fddp.comm.communicator import added as added
 from fddp.comm.communicator import all_reduce_bytes as all_reduce_bytes
 from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator

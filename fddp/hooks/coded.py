@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fddp.comm import Communicator
+from fddp.comm import Communicator, added
 from fddp.hooks.codes import Code, integers, signs
 from fddp.hooks.hook import GradBucket, GradRows, Hook, State, split
 from fddp.hooks.narrow import as_rows, is_float
@@ -136,7 +136,7 @@ def _scattered(
 ) -> tuple[Float[Array, " m"], Float[Array, "replicas m"]]:
     """Sums a row for each replica: gives the sum of this replica's own, and the numbers that stood for `rows` in it."""
     words = code.encode(rows, counts)
-    return code.decode(comm.all_to_all(words)).sum(0), code.decode(words)
+    return added(code.decode(comm.all_to_all(words))), code.decode(words)
 
 
 def _flat(state: State, kind: str) -> Float[Array, " n"]:

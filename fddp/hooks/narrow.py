@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from fddp.comm import Communicator
+from fddp.comm import Communicator, added
 from fddp.hooks.hook import GradBucket, Hook, State, allreduce, nothing
 
 
@@ -92,7 +92,7 @@ def _narrow_scatter(
     dtype = rows.dtype if rows.dtype.itemsize == 2 else dtype
     words = jax.lax.bitcast_convert_type((rows / by).astype(dtype), jnp.uint16)
     came = jax.lax.bitcast_convert_type(comm.all_to_all(words), dtype)
-    return (by * came.astype(jnp.float32).sum(0)).astype(rows.dtype)
+    return (by * added(came.astype(jnp.float32))).astype(rows.dtype)
 
 
 def _narrow_all_reduce(comm: Communicator, x: Shaped[Array, " n"], dtype: Any, by: float = 1) -> Shaped[Array, " n"]:
@@ -107,7 +107,8 @@ def _narrow_all_reduce(comm: Communicator, x: Shaped[Array, " n"], dtype: Any, b
     if comm.native16:
         return by * comm.all_reduce(part).astype(x.dtype)
     rows = jax.lax.bitcast_convert_type(as_rows(part, comm.size), jnp.uint16)
-    part = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype).astype(jnp.float32).sum(0).astype(dtype)
+    came = jax.lax.bitcast_convert_type(comm.all_to_all(rows), dtype)
+    part = added(came.astype(jnp.float32)).astype(dtype)
     total = comm.all_gather(jax.lax.bitcast_convert_type(part, jnp.uint16))
     return by * jax.lax.bitcast_convert_type(total, dtype).astype(x.dtype).reshape(-1)[: x.size]
 
