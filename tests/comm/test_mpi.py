@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fddp.comm.mpi import ALIGNMENT, receive_buffers
+from fddp.comm.mpi_transport import ALIGNMENT, receive_buffers
 
 
 @pytest.mark.parametrize("look", [lambda x: x[1:], lambda x: x[1:].view(np.uint32)])

@@ -16,7 +16,7 @@ import numpy as np
 from on_ranks.claims import claim, error_of
 
 import fddp
-from fddp.comm import REPLICATED, mpi
+from fddp.comm import REPLICATED, mpi_transport
 
 
 @claim()
@@ -78,13 +78,13 @@ def another_operation_is_an_error(group: fddp.Group):
 def a_small_sum_is_not_slept_through(group: fddp.Group):
     naps, counts = list[float](), list[int]()
     here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
-    with mock.patch.object(mpi, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
+    with mock.patch.object(mpi_transport, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
         for _ in range(50):
             naps.clear()
             assert np.unique(group.transport.all_reduce(here)).tolist() == [sum(range(1, group.size + 1))]
             counts.append(len(naps))
     # With a nap after each step of each message there are three times as many at best.
-    assert min(counts) <= mpi.MESSAGES
+    assert min(counts) <= mpi_transport.MESSAGES
 
 
 @claim()
