@@ -10,6 +10,7 @@ best order that a search finds:
   order     no launcher beats it: a layer's next forward pass waits for its sum, and the sum for its backward pass
   cut       the same with each message in four, in any order
   core      the order's, on a core that also sends: while traffic is under way it computes only in the time left over
+  own order the same in the order that fddp has chosen
   measured  eager
 """
 
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.overlap import CAPS_MB
 from bench.overlap_worker import OPTIMIZER
 from bench.problems import problem
-from bench.record import save
+from bench.record import RESULTS, save
 from bench.two_hosts import ask
 from fddp.schedules import TRIED, Communicate, Pace, TaskList, simulate
 from fddp.schedules.tasks import Task, Value
@@ -46,6 +47,7 @@ SIMULATED = 8  # steps, of which the last half counts
 TRIALS = 600  # of a search
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 BACKENDS = ("mpi", "gloo")
+FILE = RESULTS / "bound.json"
 
 
 def main() -> None:
@@ -54,19 +56,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="2 turns, nothing is saved")
     args = parser.parse_args()
-    results: dict[str, Any] = {}
     for name in args.problems:
         for backend in BACKENDS:
-            results[f"{name}, {backend}"] = found = ask(
-                backend, RATE, __file__, "--rank", backend, name, 2 if args.quick else args.turns
-            )
+            turns = 2 if args.quick else args.turns
+            found = ask(backend, RATE, __file__, "--rank", backend, name, turns)
             against = found["step_ms"]["bound"]
-            words = (f"{key[:-3]} {ms:.0f} ({ms / against:.2f})" for key, ms in found.items() if key.endswith("_ms"))
-            print(
-                f"{name:7} {backend:5} {', '.join(words)}; core {found['core_for_traffic']:.0%} for traffic", flush=True
-            )
-    if not args.quick:
-        print(save("bound", results))
+            words = ", ".join(f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in found["step_ms"].items())
+            share = found["core_for_traffic"]
+            print(f"{name:7} {backend:5} {words}; traffic takes {share:.0%} of the core", flush=True)
+            if not args.quick:
+                before = json.loads(FILE.read_text())["results"] if FILE.exists() else {}
+                print(save("bound", before | {f"{name}, {backend}": found}))
 
 
 def rank(backend: str, name: str, turns: int, path: Path) -> None:
