@@ -1,4 +1,4 @@
-"""What hooks remember of a replica that trains alone: of gradients and of pseudo-gradients, each for itself.
+"""The memory of hooks where replicas train alone: of gradients and of pseudo-gradients, each for itself.
 
 What a message loses belongs to that message, and comes back when the next one of the same numbers is sent: of a
 fragment's pseudo-gradient when this fragment is sent again. Gradients that replicas average before they train alone, or

@@ -17,7 +17,7 @@ from fddp.step import TrainState
 
 NOTHING = Messages((), ((), None))
 Exchange: TypeAlias = Fragment | OwnMean
-"""What islands send each other, and what they make of it."""
+"""A message that islands send each other, and their use of its mean."""
 
 
 class Several(NamedTuple):
@@ -69,7 +69,7 @@ class Several(NamedTuple):
         return [mean._replace(buckets=_next(left, n)) if n else mean for mean, n in zip(means, counts)]
 
     def landed(self, local: LocalState, own: TrainState, means: Sequence[Averaged]) -> tuple[LocalState, TrainState]:
-        """What an island goes on with, once all have come."""
+        """Gives the state with which an island goes on, once all have come."""
         for exchange, mean in zip(self.of, means):
             local, own = exchange.landed(local, own, mean)
         return local, own

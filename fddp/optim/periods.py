@@ -25,9 +25,10 @@ class Periods(NamedTuple):
     """The steps between two means of each part."""
 
     every: int | Callable[[int], int]
-    """Of the parameters, over all islands."""
+    """The period of the parameters, over all islands."""
     others: tuple[tuple[str, int], ...] = ()
-    """Of further means: `NODE`, of the parameters over the islands of a node; or a field of the optimizer's state."""
+    """The periods of further means: `NODE`, of the parameters over a node's islands; or a field of the optimizer's
+    state."""
 
 
 def read_periods(every: Any, delay: int) -> Periods:
