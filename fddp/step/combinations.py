@@ -86,7 +86,7 @@ PAIRS = (
                 "islands agree on nothing before they send",
                 "leave skip_all_reduce_unused_params out",
             ),
-            (AXES, "an island is a process of one device", "leave one of them out"),
+            (AXES, "an island's replicas are of one device each", "leave one of them out"),
             (MEMORY, "islands make unequally many sums for it to remember", "take a hook without a memory"),
             (LOOKAHEAD, "it has two sets of parameters", "give plain parameters"),
             (
