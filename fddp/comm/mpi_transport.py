@@ -62,7 +62,7 @@ def mpi_transport(comm: Any) -> Transport:
             return x
         sent = jax.device_get(x)
         received = like(sent, comm.size)
-        wait_for([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8))])
+        wait_for([_bytes_of(comm.Iallgather)(sent, received)])
         return jax.device_put(received, device)
 
     def tree_reduce(x: jax.Array, blocks: int) -> jax.Array:
@@ -70,7 +70,7 @@ def mpi_transport(comm: Any) -> Transport:
             return x
         sent = jax.device_get(for_each(x, blocks))
         received = like(sent.reshape(-1)).reshape(sent.shape)
-        wait_for([comm.Ialltoall(sent.view(np.uint8), received.view(np.uint8))])
+        wait_for([_bytes_of(comm.Ialltoall)(sent, received)])
         return all_gather(added(jax.device_put(received, device), blocks))[: x.size // blocks]
 
     for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)

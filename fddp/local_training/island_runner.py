@@ -84,9 +84,9 @@ def _runner(
     local, together = kinds(steps, inner, replica, facts)
     # After an error an island goes on by itself: no message of another one could meet a wrong one of its own.
     on_its_own = replace(replica.group, recovery=island.members.recovery)
-    alone = schedule(on_its_own, local.alone(), replica.options.donate)
-    first = schedule(replica.group, together, replica.options.donate) if steps.start else alone
-    return island_runner(alone, first, steps, island, join_keeper)
+    own = schedule(on_its_own, local.alone(), replica.options.donate)
+    first = schedule(replica.group, together, replica.options.donate) if steps.start else own
+    return island_runner(own, first, steps, island, join_keeper)
 
 
 def island_runner(

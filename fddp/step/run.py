@@ -86,8 +86,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
     """
     group = settled.replica.group
     timeline = settled.runner.timeline
-    processes = group.processes if settled.runner.waits(state) else 1  # as the watchers are to know
-    with group.journal.step(processes), group.recovery:
+    with group.journal.step(_processes(settled, state)), group.recovery:
         result, shards, memory = settled.runner.run(*given)
         if timeline:
             group.journal.computed(timeline().computing)
@@ -115,7 +114,7 @@ def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[Train
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
-    journal.adds(group.processes if settled.runner.waits(state) else 1)
+    journal.adds(_processes(settled, state))
     return state._replace(accumulated=accumulated), means
 
 
@@ -138,6 +137,11 @@ def first_tasks(settled: Settled) -> TaskList:
     state, pending, shards, _, rows = settled.first
     own = of_one_replica((pending, shards, rows), settled.replica.group.placement.replicas_in_array)
     return settled.runner.tasks(state, *own)
+
+
+def _processes(settled: Settled, state: TrainState) -> int:
+    """The number of processes that wait for each other in the step that is due, as the watchers are to know."""
+    return settled.replica.group.processes if settled.runner.waits(state) else 1
 
 
 def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any, Any, Any, Any]:

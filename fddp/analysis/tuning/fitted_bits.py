@@ -128,7 +128,7 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
     listed = first_tasks(step.settled)
     lines = list(step.lately)
     messages = _messages(step, listed, lines, exposed)
-    now = [given[min(one.bucket, len(given) - 1)] for one in messages]
+    now = [_bits_of(given, one.bucket) for one in messages]
     took = _took(step, listed, lines)
     paces = {each: _pace([(s, one.nbytes) for s, one, n in zip(took, messages, now) if n == each]) for each in now}
 
@@ -138,8 +138,13 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
         return messages[k].nbytes * paces[bits] if bits in paces else took[k] * bits / now[k]
 
     bits = fitting_bits(messages, seconds)
-    before = tuple(given[min(bucket, len(given) - 1)] for bucket in range(len(bits)))
+    before = tuple(_bits_of(given, bucket) for bucket in range(len(bits)))
     return step if bits == before else step.with_options(hook=adaptive(bits))
+
+
+def _bits_of(given: Sequence[int], bucket: int) -> int:
+    """The bits of a bucket; the last ones hold for all that follow."""
+    return given[min(bucket, len(given) - 1)]
 
 
 def _pace(some: Sequence[tuple[float, int]]) -> float:
