@@ -28,7 +28,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
         names = selected(request, backend, size, "claim")
-        outcome = launch(backend, size, HOLD, folder, *names, folder=folder, timeout_s=480)
+        outcome = launch(backend, size, HOLD, folder, *names, folder=folder, timeout_s=900)
         return outcome, [read(folder / f"{rank}.json") for rank in range(size)]
 
     return job

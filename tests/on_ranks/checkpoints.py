@@ -80,7 +80,7 @@ def own(state: fddp.TrainState) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards]
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
     calm = train(group, *make(group), 9)
     for place in (folder, shared_folder):
@@ -127,7 +127,7 @@ def what_rank_0_cannot_open_is_an_error_on_every_rank(group: fddp.Group):
     assert "checkpoints in" in message and "rank 0: FileExistsError" in message, message
 
 
-@claim(quick=("mpi", "gloo"))
+@claim(quick=("mpi",))
 def a_state_in_shards_is_written_by_all_ranks_and_read_in_all_shards(group: fddp.Group):
     kinds: tuple[Any, ...] = ("state", "optimizer", None)
     for saved in kinds:
@@ -245,7 +245,7 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
         assert own(state) == first and "is missing" in told
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(group: fddp.Group):
     for rank in (0, group.processes - 1):
         with two_checkpoints(group) as (path, _, _):

@@ -97,12 +97,12 @@ def holds(group: fddp.Group, loss: Any) -> None:
             close(found, grads)
 
 
-@claim()
+@claim(quick=("gloo",))
 def a_contrastive_loss_is_that_of_the_joined_batch(group: fddp.Group):
     holds(group, clip)
 
 
-@claim()
+@claim(quick=("gloo",))
 def layers_that_are_normalized_over_all_rows_are_those_of_the_joined_batch(group: fddp.Group):
     holds(group, normalized)
 
@@ -112,6 +112,6 @@ def a_maximum_over_all_rows_is_that_of_the_joined_batch(group: fddp.Group):
     holds(group, below_the_largest)
 
 
-@claim()
+@claim(quick=("gloo",))
 def sums_over_replicas_in_loops_and_branches_are_those_of_the_joined_batch(group: fddp.Group):
     holds(group, in_loops)

@@ -70,7 +70,7 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
         assert same_on_all_ranks(group, state.params)
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
     draw = np.random.default_rng(4)
     params = {name: draw.normal(size=shape).astype(np.float32) for name, shape in (("a", (3, 5)), ("b", (5, 2)))}

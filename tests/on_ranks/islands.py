@@ -135,7 +135,7 @@ def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
     assert "the keeper of the shared parameters, a process beside rank 0, has ended" in words
 
 
-@claim()
+@claim(quick=("gloo",))
 def islands_go_on_from_a_checkpoint_with_the_newest_parameters(group: fddp.Group):
     def made() -> fddp.TrainStep:
         return fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)

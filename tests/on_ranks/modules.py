@@ -27,7 +27,7 @@ def one_rank_alone_evaluates_the_module_of_a_state(group: fddp.Group):
         np.testing.assert_allclose(model(rows(2)[None]), want, rtol=1e-6)
 
 
-@claim()
+@claim(quick=("gloo",))
 def batchnorm_over_all_ranks_is_that_of_the_joined_rows(group: fddp.Group):
     import flax.linen as nn
 

@@ -14,7 +14,7 @@ import fddp
 from fddp.schedules import TRIED
 
 
-@claim(quick=("mpi", "gloo"))
+@claim(quick=("gloo",))
 def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
     """Under eager steps in both orders of the messages, and under staged ones."""
     cases: Any = (("staged", 3), ("eager", TRIED + 2))
@@ -29,7 +29,7 @@ def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(gr
         trained_as_by_plain_jax(group, 4, shard=shard, schedule=schedule)
 
 
-@claim(quick=("mpi", "gloo"))
+@claim(quick=("gloo",))
 def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fddp.Group):
     """Under fused steps in the loops that read them, under staged ones slice by slice."""
     again: Any = {"shard": "state", "reshard_after_forward": True}
