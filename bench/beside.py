@@ -10,7 +10,6 @@ It writes the table of docs/performance.md of all that is saved, with one line f
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import jax
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.record import RESULTS, save, with_table
+from bench.record import save, saved, with_table
 from fddp.analysis.auditing.beside import HIDING, JIT, SHARD_MAP, beside_jit
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.tuning.for_target import on_target
@@ -29,7 +28,6 @@ from fddp.analysis.workload import read_workload
 from fddp.schedules import Timeline
 
 PAGE = ROOT / "docs" / "performance.md"
-SAVED = RESULTS / "beside.json"
 MODELS = ("mlp:1024:256", "scanned:360m:2", "bert:base:32", "gpt:360m:2", "resnet:50:32")
 TARGETS = ("h100:8", "h100:2x8", "a100:8", "a100:2x8", "a100:4x8")
 DEFAULT = "schedule='fused', bucket_cap_mb=25"
@@ -52,7 +50,7 @@ def main() -> None:
     for model in () if args.page else args.models:
         for target in args.targets:
             fill(model, target, again=args.again, first=args.first)
-    text = sections(saved())
+    text = sections(saved("beside"))
     print(text)
     PAGE.write_text(with_table(PAGE.read_text(), text, "bench/beside.py"))
 
@@ -60,12 +58,12 @@ def main() -> None:
 def fill(model: str, target: str, *, again: bool, first: bool) -> None:
     """Compiles what is not saved of one model on one target, and saves it."""
     name = f"{jax.__version__} {model} {target}"
-    done = {} if again else saved().get(name, {"ways": {}})["ways"]
+    done = {} if again else saved("beside").get(name, {"ways": {}})["ways"]
     for way, compile in ways(model, target, first=first):
         if way not in done:
             done[way] = ms(compile())
             print(name, way, done[way], flush=True)
-            save("beside", saved() | {name: {"ways": done}})
+            save("beside", saved("beside") | {name: {"ways": done}})
 
 
 def ways(model: str, where: str, *, first: bool = False) -> Iterator[tuple[str, Callable[[], Timeline]]]:
@@ -86,10 +84,6 @@ def ways(model: str, where: str, *, first: bool = False) -> Iterator[tuple[str, 
 def ms(line: Timeline) -> list[float]:
     """Milliseconds of a step, of its exposed traffic, and of all of its traffic."""
     return [1e3 * seconds for seconds in (line.seconds, line.exposed, sum(one.seconds for one in line.communication))]
-
-
-def saved() -> dict[str, Any]:
-    return json.loads(SAVED.read_text())["results"] if SAVED.exists() else {}
 
 
 def sections(cells: dict[str, Any]) -> str:

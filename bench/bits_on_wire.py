@@ -12,23 +12,20 @@ the adaptive hook has the bits that `fddp.fit_bits` and `fddp.refit_bits` choose
 
 import argparse
 import json
-import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench.hierarchical import SENT
 from bench.jobs import ending
-from bench.overlap import CAPS_MB, in_turns
-from bench.overlap_worker import OPTIMIZER, obey, with_fddp
+from bench.overlap import CAPS_MB, in_turns, listening
+from bench.overlap_worker import OPTIMIZER, by_itself, obey, with_fddp
 from bench.problems import Problem, problem
 from bench.record import save
 from bench.two_hosts import BACKENDS, ask, start_gloo, start_mpi, two_hosts
@@ -79,11 +76,7 @@ def main() -> None:
 
 def measure(name: str, rate: str, backends: list[str], rounds: int, torch: str | None) -> dict[str, Any]:
     """Starts all ways of a problem on two hosts and lets them take turns."""
-    with two_hosts(rate), tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
-        control = str(Path(folder) / "control")
-        door.bind(control)
-        door.listen()
-        door.settimeout(300)
+    with two_hosts(rate), listening() as (control, accept):
         jobs, lines = [], 0
         for backend in backends:
             words = [sys.executable, __file__, "times", "--rank", backend, control, name]
@@ -94,8 +87,7 @@ def measure(name: str, rate: str, backends: list[str], rounds: int, torch: str |
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name, "bf16"], {})
             lines += 2
         with ending(jobs):
-            talks = [door.accept()[0] for _ in range(lines)]
-            seconds, spans = in_turns(talks, rounds, steps=TURN, warm_up=warm_up)
+            seconds, spans = in_turns(accept(lines), rounds, steps=TURN, warm_up=warm_up)
     result = dict[str, Any]()
     for way, taken in seconds.items():
         shares = [max(line.exposed / line.seconds for line in ranks) for ranks in spans[way] if ranks[0].spans]
@@ -129,18 +121,8 @@ def take_turns(backend: str, control: str, name: str) -> None:
             options = {"hook": HOOKS[bits]}
             ways[f"fddp {schedule}, {bits} ({backend})"] = with_fddp(task, group, schedule, CAPS_MB[name], **options)
         ways[f"fddp {schedule}, adaptive ({backend})"] = fitted(task, group, schedule, CAPS_MB[name])
-    alone = by_itself(backend)
-    ways[f"alone, staged ({backend})"] = with_fddp(task, alone, "staged", CAPS_MB[name])
+    ways[f"alone, staged ({backend})"] = with_fddp(task, by_itself(backend), "staged", CAPS_MB[name])
     obey(control, backend, group, ways)
-
-
-def by_itself(backend: str) -> fddp.Group:
-    """A group of this process alone."""
-    if backend == "gloo":
-        return fddp.mesh_group(Mesh(jax.local_devices(), ("replica",)))
-    from mpi4py import MPI
-
-    return fddp.mpi_group(MPI.COMM_SELF)
 
 
 def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> Any:

@@ -27,17 +27,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.overlap import CAPS_MB
-from bench.overlap_worker import OPTIMIZER
+from bench.overlap_worker import OPTIMIZER, by_itself
 from bench.problems import problem
-from bench.record import RESULTS, save
+from bench.record import busy_and_idle_s, save, saved
 from bench.two_hosts import ask
 from fddp.schedules import TRIED, Communicate, Pace, TaskList, simulate
+from fddp.schedules.message_order import leaving_in
 from fddp.schedules.tasks import Task, Value
 
 RATE = "1gbit"
@@ -45,9 +45,7 @@ BYTES_PER_S = 1e9 / 8 * 1448 / 1514  # of an Ethernet frame's bytes so many are 
 STEPS = 8  # in a turn
 SIMULATED = 8  # steps, of which the last half counts
 TRIALS = 600  # of a search
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 BACKENDS = ("mpi", "gloo")
-FILE = RESULTS / "bound.json"
 
 
 def main() -> None:
@@ -65,20 +63,13 @@ def main() -> None:
             share = found["core_for_traffic"]
             print(f"{name:7} {backend:5} {words}; traffic takes {share:.0%} of the core", flush=True)
             if not args.quick:
-                before = json.loads(FILE.read_text())["results"] if FILE.exists() else {}
-                print(save("bound", before | {f"{name}, {backend}": found}))
+                print(save("bound", saved("bound") | {f"{name}, {backend}": found}))
 
 
 def rank(backend: str, name: str, turns: int, path: Path) -> None:
     """Times a way without traffic and one with it, in turns; rank 0 simulates and writes."""
     group = fddp.init(backend)
-    mesh = Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,))
-    alone = fddp.mesh_group(mesh)
-    if backend == "mpi":
-        from mpi4py import MPI
-
-        alone = fddp.mpi_group(MPI.COMM_SELF)
-    ways = {"alone": Way(alone, name, group.rank), "eager": Way(group, name, group.rank)}
+    ways = {"alone": Way(by_itself(backend), name, group.rank), "eager": Way(group, name, group.rank)}
     for way in ways.values():
         way.steps(TRIED + 2)
     took: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
@@ -105,15 +96,16 @@ class Way:
 
     def steps(self, count: int) -> tuple[float, float]:
         """Seconds of a step, and those of them in which this core was busy."""
+        (core,) = os.sched_getaffinity(0)
         info = self._once()
         jax.block_until_ready(info.loss)
-        busy = _busy_s()
+        busy, _ = busy_and_idle_s(core)
         began = perf_counter()
         for _ in range(count):
             info = self._once()
         jax.block_until_ready(info.loss)
         took = perf_counter() - began
-        busy = _busy_s() - busy
+        busy = busy_and_idle_s(core)[0] - busy
         jax.block_until_ready(self._state)
         return took / count, busy / count
 
@@ -188,7 +180,7 @@ def period(listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str,
     came = dict[Value, Value]()
     for number in range(SIMULATED):
         here = partial(_at, number)
-        once = [_renamed(task, number, came, here) for task in in_order(listed, order)]
+        once = [_renamed(task, number, came, here) for task in leaving_in(listed, order).tasks]
         came = {value.replaces: here(value) for value in listed.results if value.replaces}
         tasks += once
     took = {f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()}
@@ -198,18 +190,6 @@ def period(listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str,
     ends = {span.name: span.end for span in line.compute}
     half = SIMULATED // 2
     return (last.end - ends[f"{half - 1} {name}"]) / half
-
-
-def in_order(listed: TaskList, order: Sequence[Communicate]) -> list[Task]:
-    """The tasks, with messages in an order, and updates as they can follow."""
-    there = {value: k for k, message in enumerate(order, 1) for value in message.writes}
-    places = dict[str, int]()
-    updates = [task for task in listed.tasks if task.kind == "update"]
-    for task in updates:
-        places[task.name] = max((there.get(value, 0) for value in task.reads), default=0)
-        there.update(dict.fromkeys(task.writes, places[task.name]))
-    computes = [task for task in listed.tasks if not isinstance(task, Communicate) and task.kind != "update"]
-    return [*computes, *order, *sorted(updates, key=lambda task: places[task.name])]
 
 
 def in_pieces(listed: TaskList, pieces: int) -> TaskList:
@@ -235,15 +215,6 @@ def _renamed(task: Task, number: int, came: Mapping[Value, Value], here: Callabl
 
 def _at(number: int, value: Value) -> Value:
     return Value(f"{number} {value.kind}", value.number, value.path)
-
-
-def _busy_s() -> float:
-    """Seconds that this process's core has been busy since the machine started."""
-    (core,) = os.sched_getaffinity(0)
-    lines = Path("/proc/stat").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"cpu{core} "))
-    user, nice, system, _, _, hard, soft = map(int, line.split()[1:8])
-    return TICK_S * (user + nice + system + hard + soft)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ counts as refused. `--seed N --count 1` runs one again; `--more` goes on where a
 
 import argparse
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -29,7 +28,7 @@ import fddp
 from bench import plain
 from bench.drawn import EXACT, NORMED, OUTER, RATE, ROUNDED, Drawn, buffers, draw, given, keys, loss_of, optimizer_of
 from bench.drawn_shards import draw_shards
-from bench.record import RESULTS, save
+from bench.record import save, saved
 
 COUNT, TIMEOUT_S, FORGET_EVERY = 504, 180, 40
 
@@ -60,8 +59,8 @@ def main() -> None:
     prepare()
     count = 12 if args.quick else args.count
     draws, name = (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
-    found, saved = dict[int, Outcome](), earlier(name) if args.more else {}
-    first, end = saved.get("seeds", [args.seed])[-1] + args.more, time.perf_counter() + 60 * args.minutes
+    found, earlier = dict[int, Outcome](), saved(name) if args.more else {}
+    first, end = earlier.get("seeds", [args.seed])[-1] + args.more, time.perf_counter() + 60 * args.minutes
     for seed in range(first, first + count):
         drawn, begin = draws(seed), time.perf_counter()
         if begin > end:
@@ -73,7 +72,7 @@ def main() -> None:
             jax.clear_caches()
     print(table(found))
     if not args.quick and count > 1:
-        print(save(name, results(found, saved)))
+        print(save(name, results(found, earlier)))
 
 
 def prepare() -> None:
@@ -95,20 +94,15 @@ def table(found: dict[int, Outcome]) -> str:
     return "\n".join([*lines, *(f"      {n:5} {one.words}" for n, one in found.items() if one.kind == "wrong")])
 
 
-def earlier(name: str) -> dict[str, Any]:
-    """What an earlier run has saved."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
-
-
-def results(found: dict[int, Outcome], saved: dict[str, Any]) -> dict[str, Any]:
+def results(found: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
     """What is saved: counts, those of earlier seeds with them."""
-    kinds, reasons = Counter(one.kind for one in found.values()), Counter(saved.get("refused", {}))
+    kinds, reasons = Counter(one.kind for one in found.values()), Counter(earlier.get("refused", {}))
     reasons.update(one.words[:60] for one in found.values() if one.kind == "refused")
     return {
-        "seeds": [saved.get("seeds", [min(found)])[0], max(found)],
-        "trained": saved.get("trained", 0) + kinds["trained"],
+        "seeds": [earlier.get("seeds", [min(found)])[0], max(found)],
+        "trained": earlier.get("trained", 0) + kinds["trained"],
         "refused": dict(reasons.most_common()),
-        "wrong": saved.get("wrong", {}) | {str(n): one.words for n, one in found.items() if one.kind == "wrong"},
+        "wrong": earlier.get("wrong", {}) | {str(n): one.words for n, one in found.items() if one.kind == "wrong"},
     }
 
 

@@ -8,7 +8,6 @@ and a link carried plain sums in twice, or in 16 times, the time of all of them.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -27,14 +26,13 @@ from rich.table import Table
 
 import fddp
 from bench.local_steps import PROBLEMS, Problem, train
-from bench.record import save, with_table
+from bench.record import save, saved, with_table
 from fddp import hooks
 from fddp.analysis.tuning.bits_on_paper import Message, fitting_bits
 from fddp.analysis.tuning.fitted_bits import EXPOSED
 
 REPLICAS, STEPS, QUICK_STEPS = 4, {"digits": 512, "gpt": 256}, 32
 CAPS = {"digits": 0.0, "gpt": 1.0}
-FILE = Path(__file__).parent / "results" / "few_bits.json"
 README = Path(__file__).parent / "README.md"
 
 
@@ -56,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     group = fddp.init("local")
-    results = {} if args.quick or not FILE.exists() else json.loads(FILE.read_text())["results"]["problems"]
+    results = {} if args.quick else saved("few_bits").get("problems", {})
     for name in args.problems:
         steps = QUICK_STEPS if args.quick else STEPS[name]
         found = results.setdefault(name, {"steps": steps, "methods": {}})["methods"]

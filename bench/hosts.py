@@ -20,7 +20,6 @@ in the file too.
 import argparse
 import json
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +34,9 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
-from bench.overlap import in_turns
+from bench.overlap import in_turns, listening
 from bench.problems import ELEMENTS, LAYERS
-from bench.record import RESULTS, save, with_table
+from bench.record import busy_and_idle_s, save, saved, with_table
 from bench.scaling import projected
 from bench.two_hosts import Hosts, connect, ip, namespaces, shape, start_gloo, start_mpi
 from fddp.analysis.tuning.link import Link
@@ -69,7 +68,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is asked to end takes the hosts down first
     rounds = 1 if args.quick else args.rounds
     if args.project:
-        keep({title: {**of, **told(title, of)} for told in [projections()] for title, of in saved().items()})
+        keep({title: {**of, **told(title, of)} for told in [projections()] for title, of in saved("hosts").items()})
         return
     for count in args.hosts:
         with switched(count, args.mbit) as hosts:
@@ -83,8 +82,8 @@ def main() -> None:
 
 def keep(results: Mapping[str, Any]) -> None:
     """Writes results beside those that are there, and the table of all."""
-    print(save("hosts", saved() | dict(results)))
-    PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved()), "bench/hosts.py"))
+    print(save("hosts", saved("hosts") | dict(results)))
+    PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved("hosts")), "bench/hosts.py"))
 
 
 def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
@@ -183,11 +182,7 @@ def measure(
     Returns:
       Quartiles of each way's step, the bound, and what the emulation took of the cores.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
-        control = str(Path(folder) / "control")
-        door.bind(control)
-        door.listen(128)
-        door.settimeout(300)
+    with listening() as (control, accept):
         processes: list[Popen] = []
         worker = str(ROOT / "bench" / "hosts_worker.py")
         with ending(processes):
@@ -196,10 +191,10 @@ def measure(
                 fddp = [sys.executable, worker, job, control, str(each), elements]
                 torch = [job, str(ROOT / "bench" / "torch_worker.py"), control, f"waiting:{elements}"]
                 processes += start(fddp if job in ("gloo", "mpi") else torch, {"PYTHONPATH": str(ROOT)})
-            lines = [door.accept()[0] for _ in range(len(jobs) * count * each)]
-            before = _busy_and_idle()
+            lines = accept(len(jobs) * count * each)
+            before = busy_and_idle_s()
             seconds, _ = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
-            busy, idle = np.subtract(_busy_and_idle(), before)
+            busy, idle = np.subtract(busy_and_idle_s(), before)
     return evaluate(seconds, count, mbit, busy / (busy + idle))
 
 
@@ -261,18 +256,6 @@ def _place(saved: tuple[str, Any]) -> tuple[str, int, int, int]:
     """The place of a result in the table."""
     count, _, each, _, mbit, _, backends = saved[0].replace(",", "").split(maxsplit=6)
     return backends, int(each), int(mbit), int(count)
-
-
-def saved() -> dict[str, Any]:
-    """What was measured before."""
-    path = RESULTS / "hosts.json"
-    return json.loads(path.read_text())["results"] if path.exists() else {}
-
-
-def _busy_and_idle() -> tuple[int, int]:
-    """Ticks of all cores since the machine started."""
-    user, nice, system, idle, waits, *more = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
-    return user + nice + system + sum(more), idle + waits
 
 
 if __name__ == "__main__":

@@ -3,13 +3,10 @@
 import sys
 from pathlib import Path
 
-import jax
-from jax.sharding import AxisType, Mesh
-
 import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.overlap_worker import obey, with_fddp
+from bench.overlap_worker import by_itself, obey, with_fddp
 from bench.problems import waiting
 
 
@@ -24,8 +21,7 @@ def main(backend: str, control: str, each: int, elements: int) -> None:
 
 def ways_of(group: fddp.Group, each: int) -> dict[str, tuple[fddp.Group, str]]:
     """Groups and schedules by name: with a rank on each host all schedules, with several sums over each host first."""
-    mesh = Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,))
-    ways = {"fddp staged": (group, "staged"), "alone": (fddp.mesh_group(mesh), "staged")}
+    ways = {"fddp staged": (group, "staged"), "alone": (by_itself(group.backend), "staged")}
     if each == 1:
         return ways | {"fddp eager": (group, "eager"), "fddp after": (group, "after")}
     return ways | {"fddp staged, hierarchical": (group.hierarchical(local=each), "staged")}

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench import jobs
 from bench.local_steps import digits
-from bench.record import RESULTS, save
+from bench.record import save, saved
 from models import data
 
 ISLANDS = 3
@@ -42,7 +42,6 @@ ROWS = 16
 STOPPED_S = 10.0
 POINTS = 10  # of each curve
 PARTS = ("slow_island", "stopped_island", "equal_rows")
-FILE = RESULTS / "islands.json"
 MOMENTUM = optax.sgd(0.05, momentum=0.9)
 # Ways to train, by name: the optimizer, and whether islands make as many steps as they like.
 METHODS: dict[str, tuple[Any, bool]] = {
@@ -82,9 +81,8 @@ def main() -> None:
         results = {name: parts[name]() for name in args.only}
     print(json.dumps(results, indent=1))
     if not args.quick:
-        before = json.loads(FILE.read_text())["results"] if FILE.exists() else {}
         told = {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds}
-        print(save("islands", before | told | results))
+        print(save("islands", saved("islands") | told | results))
 
 
 def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:

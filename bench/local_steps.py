@@ -14,7 +14,6 @@ Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,15 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 import fddp
-from bench.record import RESULTS, save, save_picture
+from bench.record import save, save_picture, saved
 from fddp import hooks
 from fddp.local_training.merge_log import Merged
 from fddp.measuring.plots import figure
 from models import data, gpt
 
 REPLICAS, MiB = 4, 2**20
-FILE = RESULTS / "local_steps.json"
-ISLANDS_FILE = RESULTS / "islands.json"
 Optimizer = optax.GradientTransformation
 QUARTER = optax.sgd(1 / REPLICAS)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -87,7 +84,7 @@ def main() -> None:
 
 def together(results: dict[str, Any], first: int) -> dict[str, Any]:
     """The results, behind those of earlier seeds and beside those of other problems, as the file has them."""
-    before = json.loads(FILE.read_text())["results"]["problems"] if FILE.exists() else {}
+    before = saved("local_steps").get("problems", {})
     for name, found in results.items():
         known = before.get(name, {}).get("methods", {})
         for method, now in found["methods"].items():
@@ -237,8 +234,7 @@ def told(name: str, found: dict[str, list[tuple[float, float, float]]], steps: i
 
 def picture(results: dict[str, Any]) -> Path:
     """Test loss over bytes, with the range over seeds."""
-    islands = json.loads(ISLANDS_FILE.read_text())["results"] if ISLANDS_FILE.exists() else {}
-    curves = islands.get("equal_rows")
+    curves = saved("islands").get("equal_rows")
     sheet, axes = figure(len(results) + bool(curves))
     if curves:
         draw_curves(np.atleast_1d(axes)[-1], curves)

@@ -20,7 +20,8 @@ import json
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,7 @@ def main() -> None:
 
 def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, Any]:
     """Starts all ways of a problem on two hosts and lets them take turns."""
-    with two_hosts(rate), tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
-        control = str(Path(folder) / "control")
-        door.bind(control)
-        door.listen()
-        door.settimeout(300)
+    with two_hosts(rate), listening() as (control, accept):
         env = {"PYTHONPATH": str(ROOT)}
         worker = [sys.executable, str(ROOT / "bench" / "overlap_worker.py")]
         cap = str(CAPS_MB[name])
@@ -74,8 +71,23 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
         if torch:
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
         with ending(jobs):
-            lines = [door.accept()[0] for _ in range(6 if torch else 4)]
+            lines = accept(6 if torch else 4)
             return evaluate(*in_turns(lines, rounds, steps=STEPS, warm_up=lambda way: 6 * STEPS))
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, Callable[[int], list[socket.socket]]]]:
+    """Opens a socket at which the ranks of several jobs report.
+
+    Yields:
+      Its path, and what waits for so many ranks and returns a line to each.
+    """
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
+        path = str(Path(folder) / "control")
+        door.bind(path)
+        door.listen(128)
+        door.settimeout(300)
+        yield path, lambda count: [door.accept()[0] for _ in range(count)]
 
 
 def in_turns(

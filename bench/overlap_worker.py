@@ -65,12 +65,21 @@ def _say(said: Any, words: Any) -> None:
     said.flush()
 
 
-def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
-    """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one jit."""
+def by_itself(backend: str) -> fddp.Group:
+    """A group of this process alone."""
+    if backend == "gloo":
+        return fddp.mesh_group(Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,)))
     from mpi4py import MPI
 
-    alone = fddp.mpi_group(MPI.COMM_SELF)
+    return fddp.mpi_group(MPI.COMM_SELF)
+
+
+def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
+    """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one jit."""
     import mpi4jax
+    from mpi4py import MPI
+
+    alone = by_itself("mpi")
 
     return {
         "fddp staged (MPI)": with_fddp(task, group, "staged", cap_mb),
@@ -87,7 +96,7 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
 def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
     """fddp over Gloo, and the ways of JAX's own documentation."""
     mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
-    alone = fddp.mesh_group(Mesh(jax.local_devices(), ("replica",), axis_types=(AxisType.Auto,)))
+    alone = by_itself("gloo")
     spread = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False)
     return {
         "fddp staged (Gloo)": with_fddp(task, group, "staged", cap_mb),

@@ -78,6 +78,19 @@ def save(name: str, results: Any) -> Path:
     return path
 
 
+def saved(name: str) -> Any:
+    """Reads what `save` has written.
+
+    Args:
+      name: of the file, without ending.
+
+    Returns:
+      The results; an empty dict if there is no file.
+    """
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
 def save_picture(name: str, sheet: Any, *, dpi: int) -> Path:
     """Writes a figure of matplotlib beside the results of that name.
 
@@ -127,6 +140,21 @@ def provenance() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def busy_and_idle_s(core: int | None = None) -> tuple[float, float]:
+    """Reads how long a core, or all of them together, has been busy and idle.
+
+    Args:
+      core: its number; None: all of them.
+
+    Returns:
+      Seconds since the machine started, of each.
+    """
+    name = "cpu" if core is None else f"cpu{core}"
+    (ticks,) = (line.split()[1:8] for line in _lines("/proc/stat") if line.split()[0] == name)
+    user, nice, system, idle, waits, *interrupts = (int(count) / os.sysconf("SC_CLK_TCK") for count in ticks)
+    return user + nice + system + sum(interrupts), idle + waits
 
 
 def _lines(path: str) -> list[str]:

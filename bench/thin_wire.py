@@ -26,14 +26,13 @@ import optax
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
-from bench.local_steps import NESTEROV, byte_gpt
-from bench.record import RESULTS, save
+from bench.local_steps import NESTEROV, REPLICAS, byte_gpt, train
+from bench.record import save, saved
 from bench.two_hosts import BACKENDS, TWO, ask, shape
 
 BETWEEN = "100mbit"
 INSIDE = "1gbit"
 EVERY = 32
-FILE = RESULTS / "thin_wire.json"
 # The arguments of `fddp.local_steps`, by name; None: DDP.
 METHODS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
@@ -75,18 +74,9 @@ def main() -> None:
 
 def test_loss(method: str, seed: int, steps: int) -> float:
     """Trains four replicas of this process, and evaluates."""
-    jax.config.update("jax_num_cpu_devices", 4)
-    group = fddp.init("local")
-    problem = byte_gpt(seed, steps)
-    local = METHODS[method]
-    optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
-    step = fddp.train_step(problem.loss_fn, optimizer, group=group)
-    state = step.init(problem.params)
-    begin = time.perf_counter()
-    for batch in islice(problem.batches(seed), steps):
-        state, _ = step(state, batch)
-    loss = float(fddp.evaluate(problem.loss_fn, state, problem.held_out, group=group))
-    print(f"seed {seed}, {method}: {loss:.4f} after {time.perf_counter() - begin:.0f} s", flush=True)
+    jax.config.update("jax_num_cpu_devices", REPLICAS)
+    loss, _, seconds = train(fddp.init("local"), byte_gpt(seed, steps), seed, METHODS[method])
+    print(f"seed {seed}, {method}: {loss:.4f} after {seconds:.0f} s", flush=True)
     return round(loss, 5)
 
 
@@ -130,7 +120,7 @@ def keep(kind: str, key: str, found: dict[str, Any], *, quick: bool) -> None:
     """Writes results beside those that are there."""
     if quick:
         return
-    results = json.loads(FILE.read_text())["results"] if FILE.exists() else {}
+    results = saved("thin_wire")
     of_kind = results.setdefault(kind, {})
     before = of_kind.get(key, {})
     of_kind[key] = before | {method: before.get(method, {}) | one for method, one in found.items()}

@@ -12,7 +12,7 @@ import pytest
 from bench import beside, hosts
 from bench.jobs import start
 from bench.problems import BACKWARD_S, ELEMENTS, FORWARD_S, LAYERS, waiting
-from bench.record import with_table
+from bench.record import saved, with_table
 
 BENCH = Path(__file__).parents[1] / "bench"
 ASKING = sorted(path.stem for path in BENCH.glob("*.py") if "argparse" in path.read_text())
@@ -31,7 +31,7 @@ def test_a_question_says_what_it_asks_and_has_a_quick_answer(name, monkeypatch, 
 
 def test_the_table_of_plain_jax_is_what_was_saved():
     page = beside.PAGE.read_text()
-    assert with_table(page, beside.sections(beside.saved()), "bench/beside.py") == page
+    assert with_table(page, beside.sections(saved("beside")), "bench/beside.py") == page
 
 
 def test_the_list_of_questions_is_complete():

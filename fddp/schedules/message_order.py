@@ -118,11 +118,24 @@ def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
     Returns:
       The list.
     """
-    messages = listed.messages
-    computes = [task for task in listed.tasks if isinstance(task, Compute) and task.kind != "update"]
     updates = [task for task in listed.tasks if task.kind == "update"]
     replaced = any(made.replaces in task.reads for task in updates for made in task.writes)
-    ordered = _ordered(messages, first_use if replaced else {})  # gradients that are returned have to be there at once
+    # Gradients that are returned have to be there at once.
+    return leaving_in(listed, _ordered(listed.messages, first_use if replaced else {}))
+
+
+def leaving_in(listed: TaskList, ordered: Sequence[Communicate]) -> TaskList:
+    """Lets messages leave in an order, each as soon as those before it have left and its gradients are made.
+
+    Args:
+      listed: see `trailed`.
+      ordered: its messages.
+
+    Returns:
+      The list, its updates in the order in which the messages come back.
+    """
+    computes = [task for task in listed.tasks if isinstance(task, Compute) and task.kind != "update"]
+    updates = [task for task in listed.tasks if task.kind == "update"]
     tasks = list[Task]()
     leaving = deque(ordered)
     made = set[str]()
