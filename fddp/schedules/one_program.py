@@ -1,7 +1,7 @@
 """Runs all tasks in one XLA program, whose scheduler overlaps where it can."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import jax
@@ -157,7 +157,8 @@ def _run(
         if BYTES in task.writes:
             values[BYTES] = jnp.stack(sent)
     hooked = [values[task.writes[0]] for task in listed.messages if task.reduction.apply]
-    finite = jnp.all(jnp.array([all_finite(total) for total in hooked], bool))
+    # No array of them: it may have no elements, which the compiler of JAX 0.11 cannot take into a shard_map.
+    finite = reduce(jnp.logical_and, map(all_finite, hooked), jnp.bool_(True))
     new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     return *listed.leave(values), add_replica_dim(tuple(new[place] for place in range(len(memory))))
 
