@@ -99,7 +99,7 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
     there, to_make = split(given, leaves)
     there, rng = equal_start(group, (there, start.rng))
     params, model_state = tree.unflatten(merge(given, there, to_make))
-    hook_state = placement.program(partial(replica.remembered, start.params), (), placement.per_replica)()
+    hook_state = placement.program(partial(replica.remembered, params), (), placement.per_replica)()
     number = placement.place(np.zeros((), np.int32), REPLICATED)
     state = TrainState(number, params, None, model_state, hook_state, None, rng)
     if start.program is not None:
