@@ -302,7 +302,8 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
     found = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
     for one, name in zip(audit.collectives, audit.carries):
-        assert one.asynchronous
+        # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of them at once.
+        assert one.asynchronous or (one.kind == "all-gather" and not one.loops and jax.__version_info__ >= (0, 11))
         if name in found and one.loops:
             # XLA takes the first gather out of each loop, and the last scatter, and a round of each loop with them.
             assert one.heavy and (one.pipelined if one.kind == "reduce-scatter" else one.ahead)
