@@ -27,7 +27,7 @@ from bench.jobs import ending
 from bench.overlap import CAPS_MB, in_turns, listening
 from bench.overlap_worker import OPTIMIZER, by_itself, obey, with_fddp
 from bench.problems import Problem, problem
-from bench.record import save
+from bench.record import save, saved
 from bench.two_hosts import BACKENDS, ask, start_gloo, start_mpi, two_hosts
 from fddp import hooks
 
@@ -153,8 +153,8 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
 
 
 def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
-    """Prints a table of the bytes that steps tell and of those that cross the wire."""
-    results = dict[str, Any]()
+    """Prints bytes that steps tell beside those that cross the wire; the file keeps the other problems."""
+    results = saved("bits_told").get("bytes_told_and_sent", {})
     for name in problems:
         for backend in backends:
             found = ask(backend, "1gbit", __file__, "bytes", "--rank", backend, name, steps)

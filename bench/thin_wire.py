@@ -1,6 +1,6 @@
 """What do islands save on a thin wire between two hosts, and what do they cost in test loss?
 
-    sudo .venv/bin/python bench/thin_wire.py [--steps 64] [--quick]                  # bytes
+    sudo .venv/bin/python bench/thin_wire.py [--steps 64] [--backends mpi] [--quick] # bytes
     python bench/thin_wire.py --losses [--seeds 5] [--first 0] [--steps 2000]        # losses
 
 Four ranks on two emulated hosts, 1 Gbit/s inside of each and 100 Mbit/s between them; the bytes between the hosts are
@@ -37,6 +37,8 @@ EVERY = 32
 METHODS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
     "local SGD, islands of two": {"every": EVERY, "island": 2},
+    "local SGD, 16, islands of two": {"every": EVERY // 2, "island": 2},
+    "DES-LOC, islands of two": {"every": {"params": EVERY, "mu": 3 * EVERY, "nu": 6 * EVERY}, "island": 2},
     "SlowMo, islands of two": {"every": EVERY, "island": 2, "outer": optax.sgd(1.0, momentum=0.5)},
     "DiLoCo, islands of two": {"every": EVERY, "island": 2, "outer": NESTEROV},
 }
@@ -46,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", action="store_true", help="trains on devices of one CPU, and evaluates")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="number of the first seed; the file keeps the others")
     parser.add_argument("--steps", type=int, default=None, help="default: 64 for bytes, 2000 for losses")
@@ -54,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         backend, steps, path = args.rank
-        rank(backend, int(steps), Path(path))
+        rank(backend, args.methods, int(steps), Path(path))
     elif args.losses:
         steps = args.steps or (20 if args.quick else 2000)
         for seed in range(args.first, args.first + (1 if args.quick else args.seeds)):
@@ -63,8 +66,9 @@ def main() -> None:
                 keep("losses", str(steps), found, quick=args.quick)
     else:
         steps = args.steps or 2 * EVERY
-        for backend in BACKENDS:
-            found = ask(backend, BETWEEN, __file__, "--rank", backend, steps, each=2)
+        methods = list(dict.fromkeys(["DDP", *args.methods]))
+        for backend in args.backends:
+            found = ask(backend, BETWEEN, __file__, "--methods", *methods, "--rank", backend, steps, each=2)
             ddp = found["DDP"]["bytes_a_step"]
             for method, one in found.items():
                 one["of_ddp"] = round(one["bytes_a_step"] / ddp, 4)
@@ -80,14 +84,15 @@ def test_loss(method: str, seed: int, steps: int) -> float:
     return round(loss, 5)
 
 
-def rank(backend: str, steps: int, path: Path) -> None:
+def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
     """One of two ranks of a host: rank 0 reads what its host has sent and received."""
     group = fddp.init(backend)
     if group.rank % 2 == 0:
         shape(TWO.names[group.rank // 2], "lo", INSIDE, "256kb")
     group.barrier()
     found: dict[str, Any] = {}
-    for method, local in METHODS.items():
+    for method in methods:
+        local = METHODS[method]
         problem = byte_gpt(0, steps)
         optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
         step = fddp.train_step(problem.loss_fn, optimizer, group=group, schedule="staged")
