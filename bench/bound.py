@@ -97,24 +97,21 @@ class Way:
     def steps(self, count: int) -> tuple[float, float]:
         """Seconds of a step, and those of them in which this core was busy."""
         (core,) = os.sched_getaffinity(0)
-        info = self._once()
-        jax.block_until_ready(info.loss)
+        self._once()
         busy, _ = busy_and_idle_s(core)
         began = perf_counter()
         for _ in range(count):
-            info = self._once()
-        jax.block_until_ready(info.loss)
+            self._once()
         took = perf_counter() - began
         busy = busy_and_idle_s(core)[0] - busy
         jax.block_until_ready(self._state)
         return took / count, busy / count
 
-    def _once(self) -> fddp.StepInfo:
+    def _once(self) -> None:
         self._state, info = self._step(self._state, self._batch)
         jax.block_until_ready(info.loss)
         for span in self._step.timeline().spans:
             self._spans.setdefault(span.name, []).append(span.seconds)
-        return info
 
     @property
     def tasks(self) -> TaskList:

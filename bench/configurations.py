@@ -59,7 +59,8 @@ def main() -> None:
     prepare()
     count = 12 if args.quick else args.count
     draws, name = (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
-    found, earlier = dict[int, Outcome](), saved(name) if args.more else {}
+    found = dict[int, Outcome]()
+    earlier = saved(name) if args.more else {}
     first, end = earlier.get("seeds", [args.seed])[-1] + args.more, time.perf_counter() + 60 * args.minutes
     for seed in range(first, first + count):
         drawn, begin = draws(seed), time.perf_counter()
