@@ -24,9 +24,9 @@ def tell(door: socket.socket, line: dict[str, Any], arrays: Sequence[np.ndarray]
     Raises:
       OSError: the connection is gone, or takes nothing for longer than its timeout.
     """
-    door.sendall(json.dumps(line).encode() + b"\n")
-    for x in arrays:
-        door.sendall(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    for left in (memoryview(json.dumps(line).encode() + b"\n"), *map(_bytes, arrays)):
+        while left:  # sendall's timeout counts for all of it, however steadily bytes go
+            left = left[door.send(left) :]
 
 
 def hear(door: socket.socket) -> dict[str, Any]:
@@ -65,6 +65,10 @@ def hear_arrays(door: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndar
       OSError: as for `hear`.
     """
     return [_array(door, x) for x in like]
+
+
+def _bytes(x: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def _array(door: socket.socket, like: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ def join_keeper(steps: LocalSteps, island: Island, state: TrainState) -> Keeper:
         """The keeper's answer to the island's first process, on all of them."""
 
         def asked() -> SharedParams:
-            with _words(group):
+            with _words(group, door):
                 return ask()
 
         if members.processes == 1:
@@ -177,17 +177,19 @@ def _answer(door: socket.socket, like: SharedParams) -> SharedParams:
 
 
 @contextmanager
-def _words(group: Group) -> Iterator[None]:
-    """Says in words what an error of the connection means."""
+def _words(group: Group, door: socket.socket) -> Iterator[None]:
+    """Says in words what an error of the connection means, and closes it: words may have broken off in the middle."""
     try:
         yield
     except TimeoutError:
+        door.close()
         limit = group.journal.stall_s
         raise RuntimeError(
             f"rank {group.rank} has heard nothing for {limit:g} s of the keeper of the shared parameters, a process "
             "beside rank 0: its host, or the network."
         ) from None
     except OSError as error:
+        door.close()
         raise RuntimeError(
             f"the keeper of the shared parameters, a process beside rank 0, has ended ({error}): start again from a "
             "checkpoint."
