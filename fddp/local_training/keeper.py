@@ -65,7 +65,7 @@ def _end_with_rank_0() -> None:
 
 
 class _Keeper:
-    """SharedParams parameters, and the islands' contributions that wait; all of it under one lock."""
+    """The shared parameters, and the islands' contributions that wait; all of it under one lock."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -74,43 +74,56 @@ class _Keeper:
         self.began = dict.fromkeys(range(job.islands), job.shared.version)  # of islands that take part
         self.came: dict[int, tuple[float, Contribution]] = {}
         self.meeting = set[int]()
+        self.met = job.shared  # the shared parameters of the last meeting
         self.meetings = 0
         self.failed = ""
         self.turn = threading.Condition()
 
     def merges(self) -> None:
         """Merges whenever a quorum is there, until all islands have left."""
-        with self.turn:
-            try:
-                while self.began or self.meeting or self.came:
-                    self._next()
-            except Exception:
+        try:
+            while chosen := self._quorum():
+                # Not under the lock: those who wait hear meanwhile that the keeper lives.
+                newest = merge(self.merging, self.shared, chosen)
+                self._merged(newest, chosen)
+        except Exception:
+            with self.turn:
                 self.failed = traceback.format_exc()
                 self.turn.notify_all()
-        if self.failed:
             time.sleep(2 * BEAT_S)  # until those who wait have heard of it
             sys.exit(self.failed)
 
-    def _next(self) -> None:
-        """Does what is due, or waits until something may be."""
-        if self.meeting and not (self.began or self.came):
-            self.began = dict.fromkeys(self.meeting, self.shared.version)
-            self.meeting = set()
-            self.meetings += 1
-            self._note(Meeting(self.shared.version))
-            return
-        arrivals = [Arrival(island, at) for island, (at, _) in self.came.items()]
-        due = due_at(self.job.rule, self.shared.version, self.began, arrivals)
-        left = None if due is None else due - time.monotonic()
-        if left is None or left > 0:
-            self.turn.wait(left)
-            return
-        chosen = [self.came[island][1] for island in sorted(self.came)]
-        self.shared = merge(self.merging, self.shared, chosen)
-        self.came = {}
-        self.began |= {one.island: self.shared.version for one in chosen if one.island in self.began}
-        islands, began, weights, steps, _ = zip(*chosen)
-        self._note(Merged(self.shared.version, islands, began, weights, steps))
+    def _quorum(self) -> list[Contribution]:
+        """Waits for a quorum, and returns what it has sent; nothing when all islands have left."""
+        with self.turn:
+            while self.began or self.meeting or self.came:
+                if self.meeting and not (self.began or self.came):
+                    self._meets()
+                    continue
+                arrivals = [Arrival(island, at) for island, (at, _) in self.came.items()]
+                due = due_at(self.job.rule, self.shared.version, self.began, arrivals)
+                left = None if due is None else due - time.monotonic()
+                if left is not None and left <= 0:
+                    return [self.came[island][1] for island in sorted(self.came)]
+                self.turn.wait(left)
+        return []
+
+    def _meets(self) -> None:
+        self.began = dict.fromkeys(self.meeting, self.shared.version)
+        self.meeting = set()
+        self.met = self.shared
+        self.meetings += 1
+        self._note(Meeting(self.shared.version))
+
+    def _merged(self, newest: SharedParams, merged: list[Contribution]) -> None:
+        with self.turn:
+            self.shared = newest
+            for one in merged:
+                del self.came[one.island]
+                if one.island in self.began:
+                    self.began[one.island] = newest.version
+            islands, began, weights, steps, _ = zip(*merged)
+            self._note(Merged(newest.version, islands, began, weights, steps))
 
     def _note(self, line: Line) -> None:
         if self.job.rule.log:
@@ -144,28 +157,29 @@ class _Keeper:
             if island is not None:
                 self._leaves(island)
 
-    def _heard(self, island: int, door: socket.socket, line: dict) -> Callable[[], bool]:
-        """Notes what an island says; returns what tells whether the answer is there."""
+    def _heard(self, island: int, door: socket.socket, line: dict) -> Callable[[], SharedParams | None]:
+        """Notes what an island says; returns a function that returns the answer, or None while it is not there."""
         if "meets" in line:
             with self.turn:
                 before = self.meetings
                 self.began.pop(island, None)
                 self.meeting.add(island)
                 self.turn.notify_all()
-            return lambda: self.meetings > before
+            return lambda: self.met if self.meetings > before else None
         change = hear_arrays(door, self.job.shared.params)
         with self.turn:
             given = Contribution(island, line["began"], line["weight"], line["step"], change)
             self.came[island] = time.monotonic(), given
             self.turn.notify_all()
-        return lambda: island not in self.came
+        return lambda: None if island in self.came else self.shared
 
-    def _wait(self, island: int, door: socket.socket, done: Callable[[], bool]) -> SharedParams:
+    def _wait(self, island: int, door: socket.socket, answer: Callable[[], SharedParams | None]) -> SharedParams:
         while True:
             with self.turn:
-                if self.turn.wait_for(lambda: done() or bool(self.failed), BEAT_S) and not self.failed:
-                    self.began[island] = self.shared.version
-                    return self.shared
+                self.turn.wait_for(lambda: answer() or self.failed, BEAT_S)
+                if (newest := answer()) and not self.failed:
+                    self.began[island] = newest.version
+                    return newest
             if self.failed:
                 tell(door, {"fails": self.failed})
                 raise ConnectionAbortedError
