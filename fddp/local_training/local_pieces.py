@@ -27,7 +27,7 @@ from fddp.local_training.inside import (
 )
 from fddp.local_training.several import NOTHING, Exchange, Several
 from fddp.optim import LocalState, LocalSteps
-from fddp.schedules import Pieces, Round, sent_by_bucket
+from fddp.schedules import Pieces, Round, more_sent, sent_by_bucket
 from fddp.step import Replica, TrainState, with_trained
 
 GIVEN = ("state", "pending", "shards", "rows")
@@ -162,7 +162,7 @@ class Local:
             anew = jnp.array(several.renews)
             weight = weight.at[anew].set(left[anew])
             new = new._replace(opt_state=new.opt_state._replace(weight=weight))
-            told = info._replace(sent=info.sent + sent_by_bucket(pieces.reductions, sent, info.sent.size))
+            told = info._replace(sent=more_sent(info.sent, sent_by_bucket(pieces.reductions, sent, info.sent.size)))
             return self._held(state, local, (new, told))
 
         more = (Round("gather", GIVEN, gather, several.gathers),) if several.gathers else ()

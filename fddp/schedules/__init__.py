@@ -29,6 +29,7 @@ from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.rehearsal import rehearse as rehearse
 from fddp.schedules.send import by_bucket as by_bucket
+from fddp.schedules.send import more_sent as more_sent
 from fddp.schedules.send import sent_by_bucket as sent_by_bucket
 from fddp.schedules.staged import after as after
 from fddp.schedules.staged import in_order as in_order

@@ -103,8 +103,20 @@ def sent_by_bucket(reductions: Sequence[Reduction], sent: Array, count: int) -> 
     total = jnp.zeros(count, jnp.uint32)
     for one, nbytes in zip(reductions, sent):
         at = count - 1 if one.bucket is None else one.bucket
-        total = total.at[at].add(jnp.minimum(nbytes, jnp.uint32(MOST) - total[at]))
+        total = total.at[at].set(more_sent(total[at], nbytes))
     return total
+
+
+def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*messages"]:
+    """Adds to bytes that were sent; more than 32 bits count is told as the most that they do.
+
+    Example:
+      >>> int(more_sent(jnp.uint32(7), 2**40)) == 2**32 - 1
+      True
+    """
+    if isinstance(nbytes, int):
+        nbytes = jnp.uint32(min(nbytes, MOST))
+    return sent + jnp.minimum(nbytes, jnp.uint32(MOST) - sent)
 
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:
@@ -114,5 +126,4 @@ def by_bucket(plan: BucketPlan, sent: Array) -> Array:
         of.setdefault(len(plan.buckets) if message.bucket is None else message.bucket, []).append(number)
     first, last = (np.array([of[bucket][end] for bucket in sorted(of)]) for end in (0, -1))
     more = jnp.where(first == last, 0, sent[last])
-    # More than 32 bits count is told as the most that they do.
-    return sent[first] + jnp.minimum(more, jnp.uint32(MOST) - sent[first])
+    return more_sent(sent[first], more)
