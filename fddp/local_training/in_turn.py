@@ -76,15 +76,15 @@ class InTurn:
         islands, began, weights, steps, _ = zip(*contributions)
         self.log.append(Merged(self.shared.version, islands, began, weights, steps))
 
-    def land(self, island: int, shared: SharedParams) -> None:
-        """Lets an island go on with shared parameters."""
-        self.states[island] = self.islands[island].landed(self.optimizer.mix, self.states[island], shared)
+    def land(self, island: int, shared: SharedParams, mix: float) -> None:
+        """Lets an island go on with shared parameters, and a share of its own."""
+        self.states[island] = self.islands[island].landed(mix, self.states[island], shared)
 
     def meet(self) -> None:
         """Lets all islands go on with the newest parameters."""
         self.log.append(Meeting(self.shared.version))
         for island in range(len(self.states)):
-            self.land(island, self.shared)
+            self.land(island, self.shared, 0.0)
 
 
 def simulate(islands: InTurn, rule: Quorum, seconds: Callable[[int, int], float]) -> None:
@@ -126,7 +126,7 @@ def simulate(islands: InTurn, rule: Quorum, seconds: Callable[[int, int], float]
             if one.island in over:  # it waits for the meeting
                 del began[one.island]
                 continue
-            islands.land(one.island, islands.shared)
+            islands.land(one.island, islands.shared, islands.optimizer.mix)
             began[one.island] = islands.shared.version
             set_out(one.island, due)
     islands.meet()
@@ -165,7 +165,7 @@ def _again(
 ) -> Contribution:
     """An island's contribution, made once more."""
     if version_of(islands.states[island]) != began:
-        islands.land(island, kept[began])
+        islands.land(island, kept[began], islands.optimizer.mix)
     islands.train(island, lambda number: number == step)
     given = islands.given(island)
     # Replicas of an island add their weights in another order.

@@ -19,7 +19,7 @@ from fddp.local_training.local_runner import alone, kinds
 from fddp.local_training.merging import Contribution, SharedParams
 from fddp.losses import Joined
 from fddp.optim import IslandState, LocalSteps
-from fddp.schedules import Runner, Schedule
+from fddp.schedules import Runner, Schedule, more_sent
 from fddp.step import QUORUM, Facts, Replica, TrainState, Way, refuse
 
 
@@ -106,6 +106,7 @@ def island_runner(
     """
     last = LastStep()
     keeper: Keeper | None = None
+    taken: int | None = None  # version of the shared parameters that the island took last
     recovery = island.members.recovery
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
@@ -124,20 +125,35 @@ def island_runner(
         new = _whole(join(new, own), held)
         last = now._replace(step=new.step)
         if keeper and due:
-            given = island.contribution(new)
-            new = island.landed(steps.mix, new, keeper.give(given))
+            given = learned(new)
+            new = landed(steps.mix, new, keeper.give(given))
             if island.members.is_main:
-                info = info._replace(sent=info.sent.at[-1].add(sum(x.nbytes for x in given.change)))
+                nbytes = sum(x.nbytes for x in given.change)
+                info = info._replace(sent=info.sent.at[-1].set(more_sent(info.sent[-1], nbytes)))
         new, shards = take_apart(new)
         return (new, info), shards, memory
 
     def meet(state: TrainState) -> TrainState:
         if keeper is None:
             return state
-        given = island.contribution(state)
+        given = learned(state)
         if given.weight:
             keeper.give(given)
-        return island.landed(steps.mix, state, keeper.meet())
+        return landed(0.0, state, keeper.meet())  # now all islands are equal
+
+    def learned(state: TrainState) -> Contribution:
+        given = island.contribution(state)
+        if taken not in (None, given.began):
+            raise ValueError(
+                f"this state has version {given.began} of the shared parameters, and the island has taken version "
+                f"{taken} last: give the state that the last step returned, or begin anew with another fddp.train_step."
+            )
+        return given
+
+    def landed(mix: float, state: TrainState, newest: SharedParams) -> TrainState:
+        nonlocal taken
+        taken = newest.version
+        return island.landed(mix, state, newest)
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
         if together_is_due(state):

@@ -18,7 +18,9 @@ from fddp.comm import verify
 from fddp.jaxpr import refuse_deleted
 from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
+from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
+from fddp.step import QUORUM, refuse
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -185,13 +187,15 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
       The measurement; `print` shows it as a table, `.trace(path)` writes it for Perfetto.
 
     Raises:
-      ValueError: there are no batches, or not equally many on every rank.
+      ValueError: there are no batches, or not equally many on every rank; or islands do not wait for each other.
     """
     batches = list(batches)
     verify(step.group, "batches to measure", lambda: [f"{len(batches)} batches"])
     if not batches:
         raise ValueError("there is nothing to measure: batches is empty.")
     refuse_deleted(state)
+    if isinstance(state.opt_state, IslandState):
+        refuse({QUORUM: QUORUM, "fddp.measure": "fddp.measure"})
     carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
 
     def run(batch: Any) -> Any:

@@ -106,6 +106,11 @@ PAIRS = (
                 "let each island end with its own rows, and call fddp.meet",
             ),
             (
+                "fddp.measure",
+                "islands would merge what its steps have learned",
+                "measure the step of the inner optimizer",
+            ),
+            (
                 "virtual_replicas",
                 "virtual replicas stand in for replicas that train together",
                 "leave one of them out",

@@ -51,7 +51,7 @@ def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(grou
                 sent.append(int(info.sent.sum()))
             assert sent[:4] == [0, 4, 0, 4]
             state = fddp.meet(step, state)
-            assert same_on_all_ranks(group, mine(state.opt_state.shared))
+            assert same_on_all_ranks(group, (mine(state.opt_state.shared), mine(state.params)))
             given: Any = (square, optimizer, jnp.zeros(()), batches)
             again = fddp.replay_islands(folder / "merges.jsonl", *given, schedule=schedule)
             same_bits(mine(state.opt_state.shared), again.params)
@@ -154,6 +154,16 @@ def islands_go_on_from_a_checkpoint_with_the_newest_parameters(group: fddp.Group
         same_bits(mine(state.params), mine(met.params))
         state, _ = step(state, batches_of(group.rank, 1)[0])
         assert mine(fddp.meet(step, state).opt_state.version) > mine(met.opt_state.version)
+
+
+@claim(quick=("gloo",))
+def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
+    step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
+    state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
+    taken = int(mine(fddp.meet(step, state).opt_state.version))
+    state = step.init(jnp.zeros(()))
+    words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), ValueError)
+    assert f"version 0 of the shared parameters, and the island has taken version {taken} last" in words
 
 
 def wait(done: Any) -> None:

@@ -81,6 +81,9 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
     state = step.init((lambda: jnp.asarray(W)) if FUNCTION in features else params)
+    if "fddp.measure" in features:
+        step.measure(state, [X])
+        return
     batch: Any = next(iter(fddp.join([X], replicas))) if "fddp.join" in features else X
     (step.no_sync if "no_sync" in features else step)(state, batch)
 
