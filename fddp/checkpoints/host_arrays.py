@@ -66,7 +66,7 @@ def gathered(group: Group, state: TrainState) -> list[Portion]:
     """
     portions = list[Portion]()
     for name, x in named(state).items():
-        x = words(_copies(group, x) if is_shard(x) else x)
+        x = _copies(group, words(x)) if is_shard(x) else words(x)
         if is_row(group, name):
             x = np.concatenate(group.all_gather(x))
         elif not _here(x):
@@ -125,7 +125,7 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
 def _held(group: Group, name: str, x: Any) -> Portion:
     """An array, and the pieces of it that this process writes."""
     if is_shard(x):
-        return _held_columns(group, name, x)
+        return _held_columns(group, name, words(x))
     x = words(x)
     if is_row(group, name):
         return Portion(name, (group.size, *x.shape[1:]), x.shape, [(_own_row(group, x), x)])
@@ -171,9 +171,10 @@ def _copied(pieces: Iterable[tuple[Index, Any]]) -> list[tuple[Index, np.ndarray
 
 def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
     """Reads this process's pieces into an array like another one."""
-    if is_shard(x):
-        return replace(x, parts=_laid_columns(group, name, x, read))
     like = word_form(x)
+    if is_shard(x):
+        parts = _laid_columns(group, name, like, _sharding(group, name, x.parts, apart=True), read)
+        return replace(x, parts=_keys(parts, x.parts) if is_key(x.parts) else parts)
 
     def piece(place: Any) -> np.ndarray:
         if is_row(group, name):
@@ -186,7 +187,7 @@ def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
     return jax.random.wrap_key_data(array, impl=key_impl(x)) if is_key(x) else array
 
 
-def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
+def _laid_columns(group: Group, name: str, x: Shard, where: Any, read: Read) -> jax.Array:
     """Reads this process's columns of a shard, and fills them up with zeros."""
     lies = _lying(group, x)
 
@@ -196,7 +197,17 @@ def _laid_columns(group: Group, name: str, x: Shard, read: Read) -> jax.Array:
         filled = np.pad(mine, ((0, 0), (0, lies.width - mine.shape[1])))
         return filled.reshape([one.stop - one.start for one in place])
 
-    return jax.make_array_from_callback(x.parts.shape, _sharding(group, name, x.parts, apart=True), part)
+    return jax.make_array_from_callback(x.parts.shape, where, part)
+
+
+def _keys(flat: jax.Array, like: Any) -> jax.Array:
+    """Random keys of their words, which lie as they do."""
+    impl = key_impl(like)
+
+    def keys(flat: jax.Array) -> jax.Array:
+        return jax.random.wrap_key_data(flat.reshape(*like.shape, -1), impl=impl)
+
+    return jax.jit(keys, out_shardings=flat.sharding)(flat)
 
 
 class Lying(NamedTuple):
@@ -274,7 +285,7 @@ def _gathering(mesh: Any) -> Any:
 def _sharding(group: Group, name: str, x: Any, apart: bool = False) -> Any:
     """Finds where an array lies, or where one of this form would."""
     if isinstance(x, jax.Array):
-        return words(x).sharding
+        return x.sharding if apart else words(x).sharding
     if axes := group.placement.other_axes:
         raise ValueError(
             f"a form does not say where the parts of {name} lie along {', '.join(map(repr, axes))}: restore into a "

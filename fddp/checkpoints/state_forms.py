@@ -1,12 +1,13 @@
 """The leaves of a state by their names, and their forms: what a checkpoint must have to be one of this training."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fddp.buckets import is_shard, stacked
+from fddp.buckets import Shard, is_shard, stacked
 from fddp.checkpoints.files import Listed
 from fddp.comm import Group, shortened
 from fddp.step import TrainState
@@ -81,9 +82,9 @@ def form(group: Group, name: str, x: Any) -> tuple[str, list[int]]:
     Returns:
       Both, as a list of files holds them.
     """
-    if is_shard(x):
-        return str(x.parts.dtype), list(stacked(x, group.size).shape)
     of_words = word_form(x)
+    if is_shard(x):
+        return str(of_words.parts.dtype), list(stacked(of_words, group.size).shape)
     dims = [group.size, *of_words.shape[1:]] if is_row(group, name) else list(of_words.shape)
     return str(of_words.dtype), dims
 
@@ -99,11 +100,27 @@ def is_row(group: Group, name: str) -> bool:
 
 
 def words(x: Any) -> Any:
+    """Puts its words in the place of a random key, and of each key of a shard: one more dim."""
+    if is_shard(x):
+        # The words of each replica's keys lie where the keys do.
+        flat = jax.jit(_flat_words, out_shardings=x.parts.sharding) if is_key(x.parts) else None
+        return _shard_of_words(x, flat(x.parts)) if flat else x
     return jax.random.key_data(x) if is_key(x) else x
 
 
 def word_form(x: Any) -> Any:
+    """The form of `words(x)`, of an array or a form."""
+    if is_shard(x):
+        return _shard_of_words(x, jax.eval_shape(_flat_words, x.parts)) if is_key(x.parts) else x
     return jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
+
+
+def _flat_words(keys: Any) -> Any:
+    return jax.random.key_data(keys).reshape(-1)
+
+
+def _shard_of_words(keys: Shard, flat: Any) -> Shard:
+    return replace(keys, parts=flat, shape=(*keys.shape, flat.size // max(1, keys.parts.size)))
 
 
 def key_impl(x: Any) -> Any:

@@ -27,6 +27,8 @@ from fddp.comm.communicator import count_bytes as count_bytes
 from fddp.comm.communicator import mpi_word as mpi_word
 from fddp.comm.communicator import reduce_scatter_bytes as reduce_scatter_bytes
 from fddp.comm.group import Group as Group
+from fddp.comm.host_bytes import from_hosted as from_hosted
+from fddp.comm.host_bytes import hosted as hosted
 from fddp.comm.islands import islands_in_nodes as islands_in_nodes
 from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal

@@ -14,7 +14,7 @@ import numpy as np
 from fddp.comm.agreement import verify
 from fddp.comm.allgatherv import CHUNK_BYTES
 from fddp.comm.communicator import Communicator
-from fddp.comm.host_bytes import from_bytes, hosted, like
+from fddp.comm.host_bytes import from_bytes, from_hosted, hosted
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, blocks, by_node
@@ -181,7 +181,7 @@ class Group:
         received = memoryview(np.concatenate([data[:0], *chunks]).tobytes())
         ends = np.cumsum([0] + [x.nbytes for x in there])
         values = [
-            like(original, from_bytes(received[begin:end], x.dtype, x.shape))
+            from_hosted(from_bytes(received[begin:end], x.dtype, x.shape), original)
             for original, x, begin, end in zip(leaves, there, ends[:-1], ends[1:])
         ]
         return jax.tree.unflatten(treedef, values)

@@ -12,11 +12,11 @@ def hosted(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 
-def like(original: Any, value: np.ndarray) -> Any:
-    """Makes random keys of words, where the original is some; else leaves the array as it is."""
-    if not _is_key(original):
+def from_hosted(value: np.ndarray, like: Any) -> Any:
+    """Makes random keys of words, where `like` is some; else leaves the array as it is."""
+    if not _is_key(like):
         return value
-    return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(original))
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(like))
 
 
 def from_bytes(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

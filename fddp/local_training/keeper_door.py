@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -161,7 +162,8 @@ def _connect(place: Place, group: Group, island: int) -> socket.socket:
         except OSError as error:
             failures.append(f"{host}:{place.port}: {error.strerror or error}")
             continue
-        door.settimeout(group.journal.stall_s)
+        limit = group.journal.stall_s
+        door.settimeout(limit if isfinite(limit) else None)
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tell(door, {"token": place.token, "island": island})
         return door

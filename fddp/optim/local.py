@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
@@ -104,6 +105,11 @@ class LocalSteps:
         outer = self.outer.init(params)
         inner = self.inner.init(params)
         if self.quorum:
+            if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(outer)):
+                raise ValueError(
+                    "local_steps: the outer optimizer's state has a random key, and with a quorum it is kept by a "
+                    "process that holds numbers alone: give an outer optimizer without one."
+                )
             return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, jnp.zeros(1))
         return LocalState(params, outer, inner, jnp.zeros(self.fragments + len(self.others)))
 

@@ -11,7 +11,7 @@ from jax.profiler import TraceAnnotation
 from jaxtyping import Array, UInt32
 
 from fddp.buckets import BucketPlan
-from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, drop_replica_dim
+from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, as_uint32, drop_replica_dim
 from fddp.hooks import Reduction, all_finite, plain_bytes, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
@@ -114,9 +114,7 @@ def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*
       >>> int(more_sent(jnp.uint32(7), 2**40)) == 2**32 - 1
       True
     """
-    if isinstance(nbytes, int):
-        nbytes = jnp.uint32(min(nbytes, MOST))
-    return sent + jnp.minimum(nbytes, jnp.uint32(MOST) - sent)
+    return sent + jnp.minimum(as_uint32(nbytes), jnp.uint32(MOST) - sent)
 
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fddp.buckets import Shard, is_shard, of_rows
-from fddp.comm import REPLICATED, Group
+from fddp.comm import REPLICATED, Group, from_hosted, hosted
 from fddp.runtime import group_of
 
 
@@ -82,7 +82,8 @@ def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
         group = _of_ranks(ranks)
     _check(ranks in (group.copy_ranks, group.shard_ranks), f"ranks {list(ranks)} of the job hold", group)
     among = group if ranks == group.global_ranks else _of_ranks(ranks)
-    return among.placement.place(_joined([jnp.asarray(among.all_gather(np.asarray(x.parts)))], [form])[0], REPLICATED)
+    rows = from_hosted(among.all_gather(hosted(x.parts)), x.parts)
+    return among.placement.place(_joined([jnp.asarray(rows)], [form])[0], REPLICATED)
 
 
 def _check(fits: bool, who: str, group: Group) -> None:

@@ -328,6 +328,12 @@ def test_a_rule_that_cannot_be_followed_is_refused(options: dict[str, Any], word
     assert words in str(error.value)
 
 
+def test_an_outer_optimizer_with_a_random_key_is_refused():
+    outer = optax.chain(optax.add_noise(0.01, 0.55, key=0), optax.sgd(1.0))
+    with pytest.raises(ValueError, match="the outer optimizer's state has a random key"):
+        fddp.local_steps(optax.sgd(0.1), outer=outer, quorum=1).init(jnp.zeros(()))
+
+
 def test_a_quorum_of_more_islands_than_there_are_is_refused(group: Any):
     with pytest.raises(ValueError, match="quorum must be no more than the number of islands, 2, got 3"):
         fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=3), group=group(2))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of
+from on_ranks.claims import claim, error_of, same_on_all_ranks
 
 import fddp
 from fddp.checkpoints import reports, saving
@@ -101,7 +101,8 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
 @claim()
 def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: fddp.Group):
     loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
-    alone = lambda: fddp.train_step(loss, fddp.local_steps(optax.adam(0.1), every=3), group=group)  # noqa: E731
+    noisy = optax.chain(optax.add_noise(0.01, 0.55, key=0), optax.adam(0.1))  # its state has a random key
+    alone = lambda: fddp.train_step(loss, fddp.local_steps(noisy, every=3), group=group)  # noqa: E731
     together = lambda: fddp.train_step(loss, optax.adam(0.1), group=group, shard="optimizer")  # noqa: E731
     params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
     rows = np.split(ROWS[0], group.processes)[group.rank]
@@ -117,6 +118,9 @@ def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: f
                 checkpoints.save(state, now=True)
                 again, _ = checkpoints.restore(like)
             assert own(again) == own(state) != own(like)
+            if make is alone:
+                noise, _ = fddp.whole(again.opt_state.inner)
+                assert same_on_all_ranks(group, jax.random.key_data(noise.rng_key))
 
 
 @claim()
