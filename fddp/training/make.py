@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
-from fddp.comm import Group, islands_in_nodes
-from fddp.local_training import alone, islands, join_keeper
+from fddp.comm import Group
+from fddp.local_training import alone, in_islands, islands, join_keeper
 from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps, Optimizer
 from fddp.reproducible import virtual
@@ -73,41 +73,6 @@ def train_step(
     way = way_of(settings, optimizer)
     replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
     return TrainStep(replica, optimizer, partial(updated, inner))
-
-
-def in_islands(group: Group, optimizer: Optimizer) -> Group:
-    """Makes nodes of the islands of local steps, or cuts nodes into islands; every process calls it.
-
-    Args:
-      group: the replicas.
-      optimizer: of the step.
-
-    Returns:
-      The group, whose nodes are the islands; where each replica is one, as it is.
-
-    Raises:
-      ValueError: the group has no nodes, or islands do not divide them.
-    """
-    if not isinstance(optimizer, LocalSteps):
-        return group
-    island = optimizer.island
-    if group.nodes is None:
-        if island == "node":
-            raise ValueError("local_steps: island='node' needs a group with nodes: give the step group.hierarchical().")
-        if optimizer.node is not None:
-            raise ValueError(
-                "local_steps: every has a period of 'node', which needs a group with nodes: give the step "
-                "group.hierarchical()."
-            )
-        return group if island == 1 else group.hierarchical(island)
-    size = len(group.nodes[0]) if island == "node" else island
-    if len(group.nodes[0]) % size:
-        raise ValueError(
-            f"local_steps: island={island}, and the nodes of this group have {group.local} replicas: give "
-            "island='node', a divisor of their number, or the plain group."
-        )
-    alike = size in (1, group.local) and optimizer.node is None
-    return group if alike else islands_in_nodes(group, size)
 
 
 def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:

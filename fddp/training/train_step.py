@@ -14,6 +14,7 @@ import jax
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
+from fddp.local_training import in_islands, node_size
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
 from fddp.schedules import TaskList, Timeline
@@ -221,11 +222,15 @@ class TrainStep:
         """The same step for other replicas.
 
         Args:
-          group: the replicas.
+          group: the replicas; for `fddp.local_steps` as `train_step` takes it.
 
         Returns:
           A step of its own; states are not shared.
+
+        Raises:
+          ValueError: the replicas cannot be in islands as these are.
         """
+        group = in_islands(group, self._optimizer)
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
     def with_options(self, **options: Unpack[OptionArguments]) -> "TrainStep":
@@ -256,6 +261,11 @@ class TrainStep:
     def group(self) -> Group:
         """The replicas."""
         return self._replica.group
+
+    @property
+    def node_size(self) -> int | None:
+        """The number of replicas of a node of a group like the one for which it was made; None: one without nodes."""
+        return node_size(self.group, self._optimizer)
 
     @property
     def optimizer(self) -> Any:

@@ -115,6 +115,21 @@ def test_islands_are_the_nodes_of_a_group(group: Groups, x64: None):
     close(nodes, islands, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("every", [2, {"params": 4, "node": 2}], ids=["two levels", "three"])
+@pytest.mark.parametrize("island", [1, 2])
+def test_the_same_step_on_other_replicas_knows_their_islands(group: Groups, island: int, every: Any):
+    def nodes(group: fddp.Group) -> fddp.Group:
+        return group if every == 2 else group.hierarchical(4)
+
+    optimizer = fddp.local_steps(optax.sgd(0.1), every=every, island=island)
+    step = fddp.train_step(loss_fn, optimizer, group=nodes(group(4)), bucket_cap_mb=0).on(nodes(group(8)))
+    assert step.node_size == (4 if every != 2 else None if island == 1 else 2)
+    state = step.init(PARAMS)
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    same_bits(state, trained(nodes(group(8)), {"every": every, "island": island})[0])
+
+
 def test_one_island_of_all_replicas_is_lookahead(group: Groups, x64: None):
     state, _ = trained(group(4), {"outer": optax.sgd(0.5), "every": 3, "island": 4})
     params, _ = by_hand(3, 0.5, 0.0, False, islands=1)

@@ -228,7 +228,7 @@ def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[Trai
       ValueError: the replicas of the step are in nodes, and those of the target cannot be in nodes of as many.
       RuntimeError: the compiler for the target is not installed.
     """
-    nodes = step.group.local
+    nodes = step.node_size
     step = step.on(target.group() if nodes is None else target.group().hierarchical(nodes))
     state, batch = jax.tree.map(_shape, (state, batch))
     state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)
