@@ -519,6 +519,16 @@ def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
 ### Profiles
 
 
+def test_a_jax_without_cpus_is_told_to_take_one(monkeypatch):
+    def unknown(backend: str) -> None:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", unknown)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda leaves out: put cpu behind it"):
+        internals.host_cpu()
+
+
 @pytest.mark.steps
 def test_a_profile_is_read_where_warnings_are_errors(tmp_path):
     run_python(f"""

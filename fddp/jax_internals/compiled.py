@@ -1,5 +1,6 @@
 """Compiled programs that another process of this host runs."""
 
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,27 @@ def packed(f: Callable[..., Any], *forms: Any) -> bytes:
     Returns:
       The program, to be read on this host by the same version of JAX.
     """
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(host_cpu()):
         return pickle.dumps(serialize_executable.serialize(jax.jit(f).lower(*forms).compile()))
 
 
 def unpacked(program: bytes) -> Callable[..., Any]:
     """Loads what `packed` made, in whatever process of the same host."""
-    one = jax.local_devices(backend="cpu")[:1]
-    return serialize_executable.deserialize_and_load(*pickle.loads(program), backend="cpu", execution_devices=one)
+    return serialize_executable.deserialize_and_load(
+        *pickle.loads(program), backend="cpu", execution_devices=[host_cpu()]
+    )
+
+
+def host_cpu() -> jax.Device:
+    """Finds the CPU of this host, whatever devices replicas have.
+
+    Raises:
+      RuntimeError: JAX was told to leave CPUs out.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"islands are merged on the CPU, which JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} leaves out: put cpu "
+            "behind it, JAX_PLATFORMS=cuda,cpu."
+        ) from error

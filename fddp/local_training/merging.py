@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import at_least
+from fddp.jax_internals import host_cpu
 from fddp.optim import LocalSteps, update
 
 # One array for each leaf.
@@ -123,7 +124,7 @@ def merging_of(steps: LocalSteps, params: Any) -> Merging:
 
 def on_this_host(merging: Merging) -> Merging:
     """Compiles the two programs for this process's CPU, when they are called."""
-    cpu = jax.local_devices(backend="cpu")[0]
+    cpu = host_cpu()
 
     def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
         program = jax.jit(f)

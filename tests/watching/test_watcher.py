@@ -129,6 +129,17 @@ def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str,
     assert (first.end, second.end) == (False, True)
 
 
+def test_islands_wait_for_one_that_is_slow_and_not_for_one_that_is_lost():
+    waits = {"doing": "update", "sending": "pseudo-gradient", "still": 21.0}
+    for slow in ({"still": 21.0}, {"stopped": True, "lifeless": 21.0, "still": 21.0}):
+        assert conclude(rank(0, **waits), rank(1, **waits), rank(2, **slow)) is None
+    lost = {"heard": NOW - 21.0}
+    assert conclude(rank(0, **waits), rank(1, still=0.5), rank(2, **lost)) is None  # with the others it has its quorum
+    verdict = conclude(rank(0, **waits), rank(1, **waits), rank(2, **lost))
+    assert verdict is not None and verdict.end
+    assert "rank 2 has not been heard of" in verdict.words and "ranks 0, 1 wait between" in verdict.words
+
+
 def test_steps_are_those_of_the_training_and_what_a_rank_does_between_them_is_told():
     saving = rank(1, still=11.0, before=300, doing="saving step 352")
     verdict = conclude(waiting(0, 11.0) | {"before": 300}, saving)

@@ -77,8 +77,10 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
     limit = longest(going, stall_s)
     silent = silence(going, stall_s)
     # The first step compiles; how long one takes is known after three. A watcher is heard of all the time.
-    lost = any(now - one["heard"] > limit and one.get("met", True) for one in going.values())
-    waiting = [one for one in going.values() if one["together"] and (lost or one["steps"] > (1 if stall_s else 3))]
+    waiting = [one for one in going.values() if one["together"] and one["steps"] > (1 if stall_s else 3)]
+    if any(now - one["heard"] > limit and one.get("met", True) for one in going.values()):
+        # Islands wait in messages of their own. One that is slow or stopped is no fault; one that is lost never comes.
+        waiting = [one for one in going.values() if one["together"] or one["sending"]]
     if not waiting:
         return None
     quiet = min(one["still"] + now - one["heard"] for one in going.values())
