@@ -30,8 +30,8 @@ def unpacked(program: bytes) -> Callable[..., Any]:
     )
 
 
-def host_cpu() -> jax.Device:
-    """Finds the CPU of this host, whatever devices replicas have.
+def host_cpu() -> Any:
+    """Finds the device that is this host's CPU, whatever devices replicas have.
 
     Raises:
       RuntimeError: JAX was told to leave CPUs out.
