@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "DDP": None,
     "local SGD, islands of two": {"every": EVERY, "island": 2},
     "local SGD, 16, islands of two": {"every": EVERY // 2, "island": 2},
+    "local SGD, 21, islands of two": {"every": 21, "island": 2},
     "DES-LOC, islands of two": {"every": {"params": EVERY, "mu": 3 * EVERY, "nu": 6 * EVERY}, "island": 2},
     "SlowMo, islands of two": {"every": EVERY, "island": 2, "outer": optax.sgd(1.0, momentum=0.5)},
     "DiLoCo, islands of two": {"every": EVERY, "island": 2, "outer": NESTEROV},
@@ -133,15 +134,15 @@ def keep(kind: str, key: str, found: dict[str, Any], *, quick: bool) -> None:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Mean losses over seeds, against DDP's."""
-    lines = []
+    """Mean losses over seeds, against DDP's of the same seeds."""
+    lines = [""]
     for steps, found in results.get("losses", {}).items():
-        ddp = np.mean(list(found["DDP"].values()))
+        ddp = found.get("DDP", {})
         for method, one in found.items():
-            lines.append(
-                f"{steps} steps, {method}: {np.mean(list(one.values())) / ddp:.4f} of DDP's ({len(one)} seeds)"
-            )
-    return "\n".join(["", *lines])
+            seeds = sorted(one.keys() & ddp.keys())
+            share = np.mean([one[seed] for seed in seeds]) / np.mean([ddp[seed] for seed in seeds]) if seeds else np.nan
+            lines.append(f"{steps} steps, {method}: {share:.4f} of DDP's ({len(seeds)} seeds)")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
