@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fddp.checkpoints.files import swept
 from fddp.checkpoints.folder import met, on_all
 from fddp.checkpoints.host_arrays import laid
 from fddp.checkpoints.restoring import newest, source
@@ -69,13 +70,11 @@ class Checkpoints:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Checkpoints: {name} must be a whole number of 1 or more, got {value!r}.")
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._step = step
         self._every = int(every)
         self._keep = int(keep)
-        # How many steps came before this object's, and the last number that was saved; None before a state is seen.
-        self._before: int | None = None
-        self._last = -1
+        self._last: int | None = None  # the number that was saved last; None before a state is seen
         self._saves = 0
         self._writer = ThreadPoolExecutor(1, "fddp-checkpoints")
         self._writing = Future[Exception | None]()
@@ -104,17 +103,20 @@ class Checkpoints:
           TypeError: `place` is nothing that JSON can hold; at the first call, whether or not a state is due.
           ValueError: two leaves have one name, with a key "a/b" beside a key "b" in "a"; likewise.
         """
-        if self._before is None:
+        training = self._step.training
+        if self._last is None:
             # What cannot be saved is told now, not after `every` steps.
             named(state)
             json.dumps(place)
-            self._before = int(state.step) - self._step.steps
-            self._last = int(state.step) - 1
-        number = self._before + self._step.steps
+            training.number = int(state.step)
+            self._last = training.number - 1
+        due = training.number // self._every > self._last // self._every and state.accumulated is None
+        if not (due or now):
+            return False
+        number = int(state.step)
         if now:  # islands that do not wait may have made unequally many steps
             number = int(self._group.all_reduce(np.int64(number), "max"))
-        due = number // self._every > self._last // self._every and state.accumulated is None
-        if number == self._last or not (due or now):
+        if number == self._last:
             return False
         told = {"place": json.loads(json.dumps(place)), "replicas": self._group.size}
         journal = self._group.journal
@@ -122,6 +124,8 @@ class Checkpoints:
         self._saves += 1
         journal.say(f"saving step {number}")
         self._writing.result()  # or there would be two copies
+        if self._saves == 1 and self._group.rank == 0:  # who only reads removes nothing: another job may be writing
+            self._writer.submit(swept, self._path, self._token)
         saved = taken(self._folder, number, state, told)
         if self._group.rank in saved.writers:
             # No two objects begin to write in one place, be it that one is of a job that was thought dead.
@@ -154,7 +158,7 @@ class Checkpoints:
         number, listed = found
         read = source(self._folder, number, listed)
         state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
-        self._before = number - self._step.steps
+        self._step.training.number = number
         self._last = number
         group.journal.goes_on(number)
         return state, listed.told["place"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LIST = "fddp.json"
-BEGUN = re.compile(r"\d+\.(orbax-checkpoint-tmp|begun).*|met\..*")
+BEGUN = re.compile(r"(\d+)\.(orbax-checkpoint-tmp|begun).*|met\..*")
 """Names of what is being written; Orbax wrote older checkpoints."""
 
 
@@ -33,18 +33,18 @@ class Listed(NamedTuple):
     devices of a replica held them."""
 
 
-def opened(path: Path) -> None:
-    """Makes a folder for checkpoints, and removes what a killed process began to write there.
+def swept(path: Path, token: str) -> None:
+    """Removes what killed processes began to write.
 
     Args:
-      path: the folder.
+      path: the folder of checkpoints.
+      token: is in the names of what this job writes, which stays.
 
     Raises:
-      OSError: the folder cannot be made or read.
+      OSError: the folder cannot be read.
     """
-    path.mkdir(parents=True, exist_ok=True)
     for begun in path.iterdir():
-        if BEGUN.fullmatch(begun.name):
+        if BEGUN.fullmatch(begun.name) and f".{token}" not in begun.name:
             shutil.rmtree(begun, ignore_errors=True)
 
 
@@ -55,12 +55,14 @@ def numbers(path: Path) -> tuple[list[int], list[int]]:
       path: the folder.
 
     Returns:
-      The numbers of those that have a list, and of those that have none: a killed process has not finished them, or
-      somebody else wrote them, and they count as none. The newest come first.
+      The numbers of those that have a list, the newest first; and of those that have none: a process is writing them,
+      or was killed meanwhile, or somebody else wrote them, and they count as none.
     """
-    found = sorted((int(entry.name) for entry in path.iterdir() if entry.name.isdecimal()), reverse=True)
-    finished = [number for number in found if (path / str(number) / LIST).exists()]
-    return finished, [number for number in reversed(found) if number not in finished]
+    names = [entry.name for entry in path.iterdir()]
+    found = {int(name) for name in names if name.isdecimal()}
+    finished = {number for number in found if (path / str(number) / LIST).exists()}
+    begun = {int(match[1]) for match in map(BEGUN.fullmatch, names) if match and match[1]}
+    return sorted(finished, reverse=True), sorted(found - finished | begun)
 
 
 def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int) -> None:

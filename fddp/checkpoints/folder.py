@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fddp.checkpoints.files import opened
 from fddp.checkpoints.reports import not_seen
 from fddp.checkpoints.stored_arrays import check_installed
 from fddp.comm import Group, nothing_to_compare, verify
@@ -44,8 +43,7 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
     def open_folder() -> None:
         check_installed()
         if group.rank == 0:
-            opened(path)
-            meeting.mkdir()
+            meeting.mkdir(parents=True)
 
     on_all(alone, open_folder)
     blind = not_seen(group, meeting)

@@ -205,7 +205,9 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
         return (carried, info) if step.is_one_program else info
 
     jax.block_until_ready(run(batches[0]))
-    return watch(run, batches, None if step.is_one_program else step.timeline)
+    measured = watch(run, batches, None if step.is_one_program else step.timeline)
+    step.training.number -= 1 + len(batches)  # they are no steps of the training
+    return measured
 
 
 def watch(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None) -> Measurement:

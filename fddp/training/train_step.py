@@ -6,7 +6,7 @@ Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyT
 import sys
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import jax
@@ -43,16 +43,25 @@ from fddp.step import (
 )
 
 
+@dataclass
+class Training:
+    """The training that a step makes, and those do that are made of it with other options."""
+
+    number: int = 0
+    """The number of its last step."""
+
+
 class TrainStep:
     """A training step over replicas; made by `train_step`."""
 
-    def __init__(self, replica: Replica, optimizer: Optimizer, use: Use) -> None:
+    def __init__(self, replica: Replica, optimizer: Optimizer, use: Use, training: Training | None = None) -> None:
         self._replica = replica
         self._optimizer = optimizer
         self._use = use
         self._guess: tuple[BucketPlan, TrainState] | None = None
         self._check = comparing(replica.group, replica.options.check_replicas_every)
         self._settled: Settled | None = None
+        self.training = training or Training()
         self.steps = 0  # that this object has run
         self.lately = deque[Timeline](maxlen=100)  # when the last of them computed and communicated
         self.skips = Skips()  # those whose gradients were not finite
@@ -120,13 +129,15 @@ class TrainStep:
         self._settled = settled = compare(self._settled, given)
         if not self.steps:  # what is due only now and then is tried before the first step
             self._check(state, 0)
+            self.training.number = int(state.step)
         state, info = synchronize(settled, state, given)
         self.steps += 1
+        self.training.number += 1
         self.sent = info.sent
-        self.skips.note(self.group, settled.plan, settled.chosen, self.steps, info)
+        self.skips.note(self.group, settled.plan, settled.chosen, self.training.number, info)
         if settled.runner.timeline is not None and self.steps > 1:  # the first compiles
             self.lately.append(settled.runner.timeline())
-        self._check(state, self.steps)
+        self._check(state, self.training.number)
         return state, info
 
     def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
@@ -243,7 +254,7 @@ class TrainStep:
           A step of its own, which its next batch settles.
         """
         replica = replace(self._replica, options=with_some_new(self.options, options))
-        return TrainStep(replica, self._optimizer, self._use)
+        return TrainStep(replica, self._optimizer, self._use, self.training)
 
     def __repr__(self) -> str:
         known = self._settled

@@ -240,6 +240,36 @@ def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.G
         same_arrays(again, state)
 
 
+def test_steps_are_counted_through_other_options_and_measurements(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step, every=2, keep=9) as checkpoints:
+        state, _ = train(step, state, 3, checkpoints)
+        step = step.with_options(bucket_cap_mb=25)
+        state, _ = train(step, state, 5, checkpoints)
+        step.measure(state, [ROWS[:8]] * 3)
+        state, _ = train(step, state, 7, checkpoints)
+        checkpoints.save(state, now=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "6", "7"]
+    step, state = make(group(2))
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        state, _ = checkpoints.restore(state)
+        assert int(train(step, state, 8)[0].step) == 8 == step.training.number
+
+
+def test_a_folder_is_where_it_was_opened(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    step, state = make(group(2))
+    with fddp.Checkpoints("saved", step) as checkpoints:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        checkpoints.save(step(state, ROWS[:8])[0], now=True)
+    assert (tmp_path / "saved" / "1" / "fddp.json").exists()
+
+
 def test_an_older_checkpoint_is_not_removed_for_newer_ones(
     trained: Path, group: Callable[[int], fddp.Group], make: Make
 ):
@@ -256,14 +286,24 @@ def test_an_older_checkpoint_is_not_removed_for_newer_ones(
 @pytest.mark.parametrize(
     "name", ["8.begun.0a1b2c3d.4", "8.begun.0a1b2c3d.4.replaced", "met.0a1b2c3d", "8.orbax-checkpoint-tmp"]
 )
-def test_what_a_killed_process_began_to_write_is_removed(
-    trained: Path, group: Callable[[int], fddp.Group], restored: Restored, name: str
+def test_what_a_killed_process_began_to_write_is_told_and_removed_before_the_next_is_written(
+    trained: Path,
+    group: Callable[[int], fddp.Group],
+    make: Make,
+    restored: Restored,
+    name: str,
+    capfd: pytest.CaptureFixture[str],
 ):
     begun = trained / name
     begun.mkdir()
     (begun / "leaves").write_bytes(b"half")
     _, state = restored(trained, group(2))
-    assert int(state.step) == 6 and not begun.exists()
+    assert ("not finished, and count as none: step [8]" in capfd.readouterr().err) == name.startswith("8")
+    assert int(state.step) == 6 and begun.exists(), "another job may be writing it"
+    step, state = make(group(2))
+    with fddp.Checkpoints(trained, step, every=2) as checkpoints:
+        train(step, checkpoints.restore(state)[0], 8, checkpoints)
+    assert not begun.exists()
 
 
 @contextmanager
