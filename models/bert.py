@@ -107,8 +107,7 @@ class Bert(nn.Module):
         position = table(self.positions, name="position")
 
         x = drop(norm(name="embed_norm")(embed(tokens) + position(jnp.arange(tokens.shape[1]))))
-        # Layers are a Python loop and not `nn.scan`: a scan hands over the gradients of all layers at once,
-        # at its end, and then there is no backward pass left under which to send them.
+        # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py` scans a GPT's.
         for i in range(self.layers):
             attention = Attention(self.heads, self.dropout, name=f"attention_{i}", **dtypes)
             feed_forward = FeedForward(self.hidden, name=f"feed_forward_{i}", **dtypes)

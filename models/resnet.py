@@ -124,8 +124,7 @@ class ResNet(nn.Module):
             x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
         else:
             x = nn.relu(norm()(conv(self.width, (3, 3), padding=1)(x)))
-        # Blocks are a Python loop and not `nn.scan`: a scan hands over the gradients of all layers at once,
-        # at its end, and then there is no backward pass left under which to send them.
+        # Blocks are a Python loop, which one program can send block by block; `models/scanned.py` scans a GPT's.
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
