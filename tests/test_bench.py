@@ -1,6 +1,7 @@
 """Every question of bench/ can be asked, and in a hurry too."""
 
 import importlib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,13 @@ def test_the_table_of_plain_jax_is_what_was_saved():
 def test_the_list_of_questions_is_complete():
     listed = (BENCH / "README.md").read_text()
     assert [name for name in QUESTIONS if f"bench/{name}.py" not in listed] == []
+
+
+def test_the_list_of_what_needs_emulated_hosts_is_complete():
+    (told,) = re.findall(r"\n\n((?:(?!\n\n).)*) What they share:", (BENCH / "README.md").read_text(), re.DOTALL)
+    uses = re.compile(r"^from bench\.(two_hosts import|turns import .*take_turns)", re.MULTILINE)
+    need = {name for name in QUESTIONS if uses.search((BENCH / f"{name}.py").read_text())}
+    assert set(re.findall(r"`(\w+)`", told)) == need
 
 
 def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means():
