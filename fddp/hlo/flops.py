@@ -61,14 +61,15 @@ def traffic(module: Module, instruction: Instruction, computation: Computation) 
       computation: the computation that it stands in.
 
     Returns:
-      Bytes; 0 for instructions that move nothing. A loop counts the bytes of all its rounds.
+      Bytes; 0 for instructions that move nothing. A loop counts the bytes of all its rounds, a conditional those of the
+      branch that moves most.
     """
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0
     if instruction.opcode in ("while", "call", "conditional"):
         called = (module.computations[name] for name in instruction.calls)
-        inner = (traffic(module, part, body) for body in called for part in body.values())
-        return instruction.trips * sum(inner)
+        inner = [sum(traffic(module, part, body) for part in body.values()) for body in called]
+        return max(inner, default=0) if instruction.opcode == "conditional" else instruction.trips * sum(inner)
     if instruction.opcode == UPDATE:
         return 2 * _nbytes(computation[instruction.operands[1]])
     if instruction.opcode not in FUSIONS:
@@ -159,9 +160,9 @@ def _convolution(instruction: Instruction, computation: Computation, kind: str) 
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
     flops = 2 * out.size * kernel.size // max(features, 1)
-    # A dilated input (the backward pass of a stride) is mostly zeros; a group of a batch meets its own kernels only.
+    # A dilated input (the backward pass of a stride) is mostly zeros. Groups need no factor: the output's batch is that
+    # of one group of a batch, and the kernel's inputs are those of one group of features.
     dilated = re.search(r"lhs_dilate=([\dx]+)", instruction.attributes)
-    groups = re.search(r"batch_group_count=(\d+)", instruction.attributes)
-    for factor in re.findall(r"\d+", (dilated[1] if dilated else "") + " " + (groups[1] if groups else "")):
+    for factor in re.findall(r"\d+", dilated[1] if dilated else ""):
         flops //= int(factor)
     return Work(flops, first.dtype)

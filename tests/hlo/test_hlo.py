@@ -1,5 +1,7 @@
 """Small HLO texts with known answers."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from fddp.hlo.collectives import find_collectives
@@ -108,6 +110,33 @@ def test_a_plain_convolution_is_one_too():
     assert work_of(text, "conv") == (Work(CONVOLUTION, "f32"),)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "out", "groups"),
+    [
+        ((3, 3, 4, 8), (6, 7, 7, 8), {}),
+        ((3, 3, 2, 8), (6, 7, 7, 8), {"feature_group_count": 2}),
+        ((3, 3, 4, 8), (3, 7, 7, 8), {"batch_group_count": 2}),
+    ],
+)
+def test_a_convolution_in_groups_takes_the_operations_that_xla_counts(kernel, out, groups):
+    image = (6, 9, 9, 4)
+
+    def convolve(x, y):
+        return jax.lax.conv_general_dilated(x, y, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **groups)
+
+    lowered = jax.jit(convolve).lower(*(jax.ShapeDtypeStruct(dims, jnp.float32) for dims in (image, kernel)))
+    counted = lowered.cost_analysis()
+    assert counted is not None and lowered.out_info.shape == out
+    x, y, made = (f"f32[{','.join(map(str, dims))}]" for dims in (image, kernel, out))
+    text = entry(
+        f"%x = {x} parameter(0)",
+        f"%y = {y} parameter(1)",
+        f"%conv = {made} convolution(%x, %y), window={{size=3x3}}, dim_labels=b01f_01io->b01f"
+        + "".join(f", {name}={count}" for name, count in groups.items()),
+    )
+    assert work_of(text, "conv") == (Work(counted["flops"], "f32"),)
+
+
 PRODUCT = """%product (a: f32[2,2], b: f32[2,2]) -> f32[2,2] {
   %a = f32[2,2] parameter(0)
   %b = f32[2,2] parameter(1)
@@ -145,6 +174,24 @@ def test_a_fusion_that_takes_a_slice_reads_only_that():
     # So does one that runs beside others, whose result holds its input as well: JAX 0.11's in loops.
     beside = text.replace("%fusion = f32[10] fusion(", "%fusion = ((f32[1000]), f32[10], u32[]) fusion-start(")
     assert traffic(parse(beside), *lines_of(beside)["fusion"]) == 4 * (10 + 10)
+
+
+def test_of_a_conditional_only_the_branch_that_moves_most_counts():
+    """A branch copies 100 floats, or 40: each is read and written."""
+
+    def branch(name, size):
+        return (
+            f"%{name} (p: f32[{size}]) -> f32[{size}] {{\n  %p = f32[{size}] parameter(0)\n"
+            f"  ROOT %copy = f32[{size}] copy(%p)\n}}\n\n"
+        )
+
+    text = entry(
+        "%which = s32[] parameter(0)",
+        "%long = f32[100] parameter(1)",
+        "%short = f32[40] parameter(2)",
+        "%chosen = f32[] conditional(%which, %long, %short), branch_computations={%one, %other}",
+    ).replace("ENTRY", branch("one", 100) + branch("other", 40) + "ENTRY")
+    assert traffic(parse(text), *lines_of(text)["chosen"]) == 4 * (100 + 100)
 
 
 ### Flights
