@@ -16,8 +16,12 @@ from fddp.jax_internals import Event, Plane, read_profile
 from fddp.schedules import Span, Timeline
 
 STEP = "fddp step"
-# As HLO, mpi4jax, NCCL and JAX name them; hooks gather and scatter too.
-COLLECTIVE = re.compile(r"all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|SendRecv|psum", re.IGNORECASE)
+# As HLO, mpi4jax, NCCL and JAX name them; hooks gather and scatter too, and a loss sends what it likes.
+COLLECTIVE = re.compile(
+    r"all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|SendRecv|psum"
+    r"|\bp(max|min|permute|broadcast)|collective[-_]?(permute|broadcast)",
+    re.IGNORECASE,
+)
 CONTAINER = re.compile(r"(while|call|conditional)(\.|$)")
 
 

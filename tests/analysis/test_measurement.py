@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import fddp
+from fddp.hlo import parse
+from fddp.hlo.collectives import KINDS
 from fddp.jax_internals import Event, Plane
 from fddp.measuring.measurement import MeasuredStep, Measurement
 from fddp.measuring.profile import COLLECTIVE, read_steps
@@ -255,8 +257,42 @@ def test_a_collective_of_any_kind_is_traffic():
         "ncclDevKernel_SendRecv",
         "mpi_allgather_ffi",
         "all_to_all",
+        "collective-permute-start.4",
+        "collective-broadcast.1",
+        "pbroadcast.2",
     )
     assert all(
         COLLECTIVE.search(name) for name in (*sends, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
     )
     assert not any(COLLECTIVE.search(name) for name in ("dot.3", "reduce.4", "gather.1", "loop_fusion", "scatter"))
+    assert not any(
+        COLLECTIVE.search(name) for name in ("broadcast.3", "reduce_max.4", "argmin.2", "permutation", "pow.1")
+    )
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        jax.lax.psum,
+        jax.lax.pmax,
+        jax.lax.pmin,
+        jax.lax.all_gather,
+        lambda x, axis: jax.lax.ppermute(x, axis, [(0, 1), (1, 0)]),
+        lambda x, axis: jax.lax.all_to_all(x, axis, 0, 0),
+        lambda x, axis: jax.lax.psum_scatter(x, axis),
+    ],
+    ids=("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all", "psum_scatter"),
+)
+def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(sent):
+    """A profile has the names of instructions; whether one sends, its opcode says."""
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "replica"), jax.sharding.PartitionSpec("replica")
+    spread = jax.shard_map(
+        lambda x: jnp.tanh(x) + jnp.sum(sent(x, "replica")), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    lines = [
+        line for line, _ in next(parse(jax.jit(spread).lower(jnp.ones(4)).compile().as_text() or "").schedules()).lines
+    ]
+    sends = [line.name for line in lines if line.opcode.startswith(KINDS)]
+    assert sends and all(COLLECTIVE.search(name) for name in sends)
+    computing = [line.name for line in lines if line.opcode in ("fusion", "copy", "parameter")]
+    assert computing and not any(COLLECTIVE.search(name) for name in computing)
