@@ -531,6 +531,51 @@ def test_a_ring_takes_twice_the_bytes_but_one_part():
     )
 
 
+EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are one's own part of what is gathered, all that is scattered.
+        ("all-gather", ((0, 1), (2, 3)), 20e-6 + 900e6 / 450e9),
+        ("reduce-scatter", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
+        ("all-to-all", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
+        ("collective-permute", ((0, 1), (1, 0)), 20e-6 + 900e6 / 450e9),
+        # One of each host: through its own card, of 50 GB/s; two of each host: through two.
+        ("all-reduce", EIGHT_PAIRS, 60e-6 + 900e6 / 50e9),
+        ("reduce-scatter", EIGHT_PAIRS, 60e-6 + 450e6 / 50e9),
+        ("all-reduce", ((0, 1, 8, 9), (2, 3, 10, 11)), 60e-6 + 2 * 675e6 / 100e9),
+        # Three and one: all passes the card of the one.
+        ("all-reduce", ((0, 1, 2, 8),), 60e-6 + 2 * 675e6 / 50e9),
+        # Inside and across: the slower one counts.
+        ("all-gather", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
+        ("collective-permute", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
+        # The card of each GPU sends what is for other hosts: eight of 16 parts; three of four where it is alone.
+        ("all-to-all", (), 60e-6 + 450e6 / 50e9),
+        ("all-to-all", ((0, 1, 2, 8),), 60e-6 + 675e6 / 50e9),
+    ],
+)
+def test_a_collective_takes_as_long_as_its_slowest_group(kind, groups, seconds):
+    assert read_target("h100:2x8").seconds(kind, 900_000_000, groups) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", ["h100:8", "a100:2x8", "h100:4x2"])
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
+def test_a_group_that_is_written_out_is_that_of_all(name, kind):
+    target = read_target(name)
+    assert target.seconds(kind, 12_345, (tuple(range(target.size)),)) == target.seconds(kind, 12_345)
+
+
+@pytest.mark.parametrize(
+    ("groups", "seconds"), [("", 60e-6 + 2 * 15 / 16 * 16384 / 400e9), ("{{0,1},{2,3}}", 20e-6 + 16384 / 450e9)]
+)
+def test_an_estimate_charges_a_collective_among_its_own_groups(groups, seconds):
+    one = read_one(ROUNDS.replace("all-reduce-start(%y)", f"all-reduce-start(%y), replica_groups={groups}"), "h100:2x8")
+    assert one.timeline is not None
+    assert [span.seconds for span in one.timeline.communication] == pytest.approx([seconds] * 3)
+
+
 @pytest.mark.parametrize(
     ("chip", "dtype", "teraflops"),
     [

@@ -1,11 +1,11 @@
 """Estimates how long a scheduled program would take on a machine that is not here, by a model of two resources.
 
 The GPU runs the program's operations one after the other, each for as long as its multiplications or its bytes take at
-the chip's peak. The link carries collectives in the order in which they start, each for as long as a ring takes. An
-operation that needs a collective waits for it. A loop with collectives runs round by round; any other is one operation
-of all its rounds. Launches and caches are left out, and that traffic takes a share of the GPU's memory bandwidth and of
-its multiprocessors, which NCCL chooses. A real step is slower on both sides: the estimate is for comparing schedules,
-not for promising milliseconds.
+the chip's peak. The link carries collectives in the order in which they start, each for as long as its slowest group
+takes: by NVLink inside of a host, over the network between hosts. An operation that needs a collective waits for it. A
+loop with collectives runs round by round; any other is one operation of all its rounds. Launches and caches are left
+out, and that traffic takes a share of the GPU's memory bandwidth and of its multiprocessors, which NCCL chooses. A real
+step is slower on both sides: the estimate is for comparing schedules, not for promising milliseconds.
 
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
@@ -68,8 +68,11 @@ class _Machine:
 
     def _send(self, line: Instruction) -> None:
         number, collective = self._collectives[line.name]
+        if line.name not in self._costs:
+            sent = collective.kind, collective.nbytes, collective.devices
+            self._costs[line.name] = self._target.seconds(*sent)
         begin = max(self._clock, self._link)
-        self._link = begin + self._target.seconds(collective.kind, collective.nbytes)
+        self._link = begin + self._costs[line.name]
         self._back[line.name] = self._link
         self.spans.append(Span("communication", str(number), begin, self._link, collective.nbytes))
         if not collective.asynchronous:

@@ -7,7 +7,8 @@ Source: `jax.experimental.topologies`.
 """
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,27 +56,38 @@ class Target:
         """The number of replicas: one for each GPU."""
         return self.hosts * self.gpus
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Bytes a second that leave each GPU of a ring: by NVLink; through all of a host's cards at its border."""
-        links = self.chip.links * self.chip.link_bytes_per_s
-        return links if self.hosts == 1 else min(links, self.gpus * self.chip.network_bytes_per_s)
-
-    def seconds(self, kind: str, nbytes: int) -> float:
-        """Seconds that a collective takes at best, on a ring.
+    def seconds(self, kind: str, nbytes: int, groups: Sequence[Sequence[int]] = ()) -> float:
+        """Seconds that a collective takes at best: on a ring, but from each to each in an all-to-all.
 
         Args:
           kind: "all-reduce", say.
-          nbytes: what each replica gives to it.
+          nbytes: what each replica gives to it: its own part of what an all-gather makes, all that a reduce-scatter or
+            an all-to-all divides.
+          groups: the replicas that talk among themselves, or the pairs of a permutation, as `Collective.devices` has
+            them; none: all are one group. Replicas are numbered host by host.
 
         Returns:
-          Seconds.
+          Seconds; those of the slowest group.
         """
-        latency = LATENCY_S if self.hosts == 1 else NETWORK_LATENCY_S
-        others = self.size - 1
+        return max(self._seconds(kind, nbytes, group) for group in groups or [range(self.size)])
+
+    def _seconds(self, kind: str, nbytes: int, group: Sequence[int]) -> float:
+        size = len(group)
+        on_host = Counter(replica // self.gpus for replica in group)
+        fewest = min(on_host.values())  # of the group, on one host
+        links = self.chip.links * self.chip.link_bytes_per_s
+        card = self.chip.network_bytes_per_s
+        if len(on_host) == 1:
+            latency, rate = LATENCY_S, links
+        elif kind == "all-to-all":
+            # A replica sends to each replica of other hosts by itself, through its own card.
+            return NETWORK_LATENCY_S + (size - fewest) / size * nbytes / min(links, card)
+        else:
+            # Where a ring leaves a host it goes through the cards of all of its replicas there.
+            latency, rate = NETWORK_LATENCY_S, min(links, fewest * card)
         # An all-reduce sends all but a part 1/n round twice; an all-gather sends each replica's whole array to all.
-        share = {"all-reduce": 2 * others / self.size, "all-gather": others, "collective-permute": 1}
-        return latency + share.get(kind, others / self.size) * nbytes / self.link_bytes_per_s
+        share = {"all-reduce": 2 * (size - 1) / size, "all-gather": size - 1, "collective-permute": 1}
+        return latency + share.get(kind, (size - 1) / size) * nbytes / rate
 
     def group(self) -> Group:
         """The replicas of this machine, as one process sees them that only compiles.
