@@ -34,6 +34,8 @@ class Communicator:
     """Gives every replica's array to every replica."""
     reduce_scatter: Callable[[Shaped[Array, "replicas n"]], Shaped[Array, " n"]]
     """Sums row i over replicas, for replica i."""
+    exact_sum: Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]] | None = None
+    """Sums arrays that must not be rounded, where `all_reduce` rounds; None: it does not."""
     native16: bool = False
     """Whether `all_reduce` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
     nodes: int = 1

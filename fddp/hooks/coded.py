@@ -100,6 +100,9 @@ def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
         begins = np.arange(0, rows.size, code.block)
         counts = np.clip(buffer.size - begins, 0, code.block).reshape(comm.size, -1)
         index = comm.replica_index()
+        if before is not None:
+            # What is left of sums of rows that were this replica's under another plan, or with other bits.
+            rows = rows + jnp.where(jnp.arange(comm.size)[:, None] == index, 0, before)
         part, stood = _scattered(comm, code, rows, counts)
         part = part if before is None else part + before[index]
         part = jnp.where(index * part.size + jnp.arange(part.size) < buffer.size, part, 0)

@@ -70,7 +70,8 @@ def _narrow(hook: Hook, name: str, words: Callable[[Communicator], dict[str, Any
     def narrow(comm: Communicator) -> Communicator:
         own = words(comm)
         all_reduce = partial(_narrow_all_reduce, comm, **own)
-        return replace(comm, all_reduce=all_reduce, reduce_scatter=partial(_narrow_scatter, comm, **own))
+        scatter = partial(_narrow_scatter, comm, **own)
+        return replace(comm, all_reduce=all_reduce, reduce_scatter=scatter, exact_sum=comm.all_reduce)
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         return hook.apply(narrow(comm), bucket, state)

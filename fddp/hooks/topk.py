@@ -37,7 +37,13 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
         gathered = comm.all_gather(jnp.concatenate([where.astype(jnp.int32), words.reshape(-1)]))
         places, everybodys = jnp.split(gathered, [where.size], axis=1)
         values = jax.lax.bitcast_convert_type(everybodys.reshape(-1, *words.shape[1:]), largest.dtype)
-        total = jnp.zeros_like(x).at[places.reshape(-1)].add(values.astype(x.dtype))
+
+        def with_one(total: Array, of_replica: tuple[Array, Array]) -> tuple[Array, None]:
+            # One replica after the other: a GPU adds equal places in any order, and replicas would drift apart.
+            where, numbers = of_replica
+            return total.at[where].add(numbers.astype(x.dtype), unique_indices=True), None
+
+        total, _ = jax.lax.scan(with_one, jnp.zeros_like(x), (places, values.reshape(places.shape)))
         return total, jnp.zeros_like(x).at[where].set(x[where])
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:

@@ -151,13 +151,17 @@ def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
 
 
 def mean(sums: Sums) -> Sums:
-    """Divides contributions by their weight; where nothing has weight the mean is zero."""
-    weight = jnp.where(sums.weight == 0, 1, sums.weight)
+    """Divides contributions by their weight; where nothing has weight the mean is zero.
+
+    A hook may have added what it remembered of steps that had weight: without any it counts for nothing.
+    """
+    counts = sums.weight != 0
+    weight = jnp.where(counts, sums.weight, 1)
 
     def divided(x: Array) -> Array:
         # 16 bits do not do: the weight, the count of all tokens say, may be more than float16 holds.
         wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-        return (x.astype(wide) / weight.astype(wide)).astype(x.dtype)
+        return (counts * x.astype(wide) / weight.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(divided, sums)._replace(used=sums.used)
 

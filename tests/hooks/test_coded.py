@@ -96,6 +96,24 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
         np.testing.assert_allclose(np.sum(memory["summed"], 0), summed[:size], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("hook", [hooks.sign(), hooks.quantize(bits=4)], ids=["1 bit", "4 bits"])
+def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.Hook):
+    """What has come, and what is remembered of numbers and of sums, are together all gradients."""
+    weights, rows = DRAW.normal(size=(2, 700)).astype(np.float32), np.array([1.0, 3.0], np.float32)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(x) * sum(jnp.vdot(params[name], w) for name, w in zip("ab", weights))
+
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(2), hook=hook)
+    state = step.init({"a": np.zeros(700, np.float32), "b": np.zeros(700, np.float32)})
+    for count in range(1, 5):
+        state, _ = step(state, rows)
+        step = step.with_options(bucket_cap_mb=0) if count == 2 else step
+    for name, w in zip("ab", weights):
+        remembered = sum(np.sum(x.reshape(2, -1), 0) for x in jax.tree.leaves(state.hook_state[name]))
+        np.testing.assert_allclose(-state.params[name] + remembered / 2, 4 * 2.0 * w, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, bits: int):
     """Padding of the parts does not count among the true numbers of a block."""

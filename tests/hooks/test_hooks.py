@@ -210,6 +210,27 @@ def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
     )
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e3])
+@pytest.mark.parametrize("narrow", [hooks.fp16, hooks.bf16])
+def test_adasum_in_16_bits_takes_its_products_in_32(group, narrow, size):
+    rows = np.full((REPLICAS, 5), size, np.float32)
+    np.testing.assert_allclose(reduced(group, narrow(hooks.adasum()), rows)[0][0] / REPLICAS, rows[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("hook", [hooks.topk(0.25), hooks.sign(), hooks.quantize()], ids=["topk", "sign", "quantize"])
+def test_what_a_hook_remembers_counts_for_nothing_where_nothing_has_weight(group, hook):
+    def loss(w: Any, batch: Any) -> Any:
+        return fddp.Weighted(jnp.mean(batch["x"] @ w), jnp.sum(batch["tokens"]))
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), hook=hook)
+    state = step.init(np.zeros(4, np.float32))
+    x = RNG.normal(size=(8, 4)).astype(np.float32)
+    for tokens in (500.0, 500.0, 0.0):
+        before = np.asarray(state.params)
+        state, _ = step(state, {"x": x, "tokens": np.full(8, tokens, np.float32)})
+    np.testing.assert_array_equal(state.params, before)
+
+
 def test_adasum_of_equal_gradients_is_their_mean_and_of_orthogonal_ones_their_sum(group):
     equal_rows = np.stack([np.linspace(-1, 2, 6, dtype=np.float32)] * REPLICAS)
     np.testing.assert_allclose(reduced(group, hooks.adasum(), equal_rows)[0][0] / REPLICAS, equal_rows[0], rtol=1e-5)
