@@ -13,6 +13,8 @@ QUORUM = "local_steps(quorum=)"
 ALONE = "fddp.local_steps without island"
 ISLANDS = "fddp.local_steps with island"
 LOOKAHEAD = "optax.lookahead"
+MULTI_STEPS = "optax.MultiSteps"
+SCALE_INSIDE = "optax.MultiSteps(fddp.dynamic_scale)"
 MEMORY = "a hook with a memory"
 COLLECTIVES = "collectives in the loss"
 WHOLE_LEAVES = "a hook that needs whole leaves"
@@ -188,6 +190,19 @@ PAIRS = (
         AXES,
         "each device sends the parts of leaves that it holds",
         "take one that sums each element by itself, hooks.bf16() or hooks.fp16()",
+    ),
+    # optax.MultiSteps
+    Pair(
+        MULTI_STEPS,
+        "find_unused_parameters",
+        "a parameter that its last batch does not use would lose the gradients of those before",
+        "give accumulation_steps, or call no_sync: they count the uses of all",
+    ),
+    Pair(
+        SCALE_INSIDE,
+        "skip_nonfinite",
+        "the scale is asked only when all batches are there, and a step that is skipped has none of them",
+        "give fddp.dynamic_scale(optax.MultiSteps(…))",
     ),
     # value_and_grad
     Pair("fddp.value_and_grad", "donate", "it is given no state that it could write over", "leave donate out"),

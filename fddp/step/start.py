@@ -18,9 +18,9 @@ from fddp.buckets import join
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import merge, split
-from fddp.optim import Optimizer, check_needs
+from fddp.optim import DynamicScaleState, Optimizer, check_needs
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, refuse
+from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_held, form_in_shards, with_held
 from fddp.step.made import described_program, is_form, made_state, read_functions
 from fddp.step.replica import Replica
@@ -148,9 +148,23 @@ def _check_start(replica: Replica, optimizer: Optimizer, params: Any, made: bool
         MEMORY: f"{replica.options.hook}, which remembers things from step to step" if remembers else "",
         FUNCTION: FUNCTION if made else "",
         LOOKAHEAD: LOOKAHEAD if isinstance(params, optax.LookaheadParams) else "",
+        **_of_several_steps(replica, optimizer, params),
     }
     refuse(replica.asked | {name: shown for name, shown in others.items() if shown})
     return replica.way.check(replica, optimizer, params)
+
+
+def _of_several_steps(replica: Replica, optimizer: Optimizer, params: Any) -> dict[str, str]:
+    """The features of an optimizer that makes one update of several steps."""
+    state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
+
+    def inside(tree: Any, kind: type) -> list[Any]:
+        nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+        return [x for x in nodes if isinstance(x, kind)]
+
+    several = inside(state, optax.MultiStepsState)
+    scaled = inside(several, DynamicScaleState)
+    return {MULTI_STEPS: MULTI_STEPS if several else "", SCALE_INSIDE: SCALE_INSIDE if scaled else ""}
 
 
 def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Iterable[str]:

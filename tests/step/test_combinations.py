@@ -21,9 +21,11 @@ from fddp.step.combinations import (
     LOCAL,
     LOOKAHEAD,
     MEMORY,
+    MULTI_STEPS,
     OWN_SCHEDULE,
     PAIRS,
     QUORUM,
+    SCALE_INSIDE,
     WHOLE_LEAVES,
     table,
 )
@@ -56,6 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "donate": {"donate": True},
     "check_replicas_every": {"check_replicas_every": 2},
     "skip_nonfinite": {"skip_nonfinite": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
     **{f"schedule={name!r}": {"schedule": name} for name in ("fused", "held", "unordered", "staged", "eager")},
     OWN_SCHEDULE: {"schedule": lambda group, pieces, donate: None},
 }
@@ -75,6 +78,9 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     local = {LOCAL, ALONE, ISLANDS} & {*features}
     optimizer = fddp.local_steps(inner, every=2, island=2 if ISLANDS in local else 1) if local else inner
     optimizer = fddp.local_steps(inner, quorum=1) if QUORUM in features else optimizer
+    optimizer = optax.MultiSteps(inner, 2).gradient_transformation() if MULTI_STEPS in features else optimizer
+    scaled = optax.MultiSteps(fddp.dynamic_scale(inner), 2).gradient_transformation()
+    optimizer = scaled if SCALE_INSIDE in features else optimizer
     if "fddp.tune" in features:
         fddp.tune(loss, optax.sgd(0.1), W, X, group=group(1), **options)
         return
