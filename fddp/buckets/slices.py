@@ -48,7 +48,7 @@ def fill_buckets(
     for i in free:
         loop, length = loops[i]
         nbytes = sum(leaves[k].nbytes for k in free if loops[k][0] == loop) / length
-        rounds = max(1, int(cap * MiB / nbytes)) if nbytes else length
+        rounds = max(1, int(min(length, cap * MiB / nbytes))) if nbytes else length
         begins = range(0, length, rounds)
         if len(begins) > 1:
             made[i] = [Travelling(i, Slice(at, min(at + rounds, length)), loop) for at in begins]

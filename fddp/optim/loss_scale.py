@@ -8,6 +8,7 @@ Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; `to
 """
 
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -137,4 +138,4 @@ def _check_params(params: Any) -> None:
 
 def all_finite(grads: Any) -> Bool[Array, ""]:
     """Whether all gradients of a tree are finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]))
+    return reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)), jnp.bool_(True))

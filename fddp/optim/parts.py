@@ -16,6 +16,7 @@ import optax
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import Follows, Kind, Same, Whole, kinds, stays
 from fddp.optim.layout import map_state, masked
+from fddp.optim.updates import updates_of
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -54,10 +55,9 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
       >>> divided(optax.flatten(optax.adam(0.1)), params).refused
       {0: 'concatenate of several leaves', 1: 'concatenate of several leaves'}
     """
-    update = optax.with_extra_args_support(optimizer).update
 
     def call(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
-        return update(grads, opt_state, params, value=value, grad=grads)
+        return updates_of(optimizer, grads, opt_state, params, value=value, grad=grads)
 
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     opt_state = jax.eval_shape(optimizer.init, forms)

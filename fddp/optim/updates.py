@@ -64,7 +64,7 @@ def update(
       {'a': 0.5, 'b': 1.0}
     """
     grads = _fast(grads)
-    updates, new_state = _updates(optimizer, grads, opt_state, params, value=value, grad=grads)
+    updates, new_state = updates_of(optimizer, grads, opt_state, params, value=value, grad=grads)
     new_params: Any = optax.apply_updates(params, updates)
     if used is None:
         return new_params, new_state
@@ -122,7 +122,7 @@ def _check_needs(optimizer: optax.GradientTransformation, params: Any) -> None:
             )
 
 
-def _updates(optimizer: Any, grads: Any, opt_state: Any, params: Any, **known: Any) -> tuple[Any, Any]:
+def updates_of(optimizer: Any, grads: Any, opt_state: Any, params: Any, **known: Any) -> tuple[Any, Any]:
     """Calls an update with those of the known arguments that it takes: some transformations refuse the others."""
     while True:
         try:
@@ -136,7 +136,7 @@ def _updates(optimizer: Any, grads: Any, opt_state: Any, params: Any, **known: A
 
 def _first_updates(optimizer: Any, functions: dict[str, Any], grads: Any, params: Any) -> Any:
     known = {"value": jnp.zeros(()), "grad": grads} | functions
-    return _updates(optimizer, grads, optimizer.init(params), params, **known)[0]
+    return updates_of(optimizer, grads, optimizer.init(params), params, **known)[0]
 
 
 def _missing(message: str) -> str:

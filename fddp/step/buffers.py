@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.buckets import from_words, to_words
+from fddp.buckets import at_least, from_words, to_words
 from fddp.comm import Communicator, drop_replica_dim
 from fddp.losses import Joined
 
@@ -53,7 +53,7 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
         active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
-            sent, counts = (x, active) if averaged(x) else (to_words(x), mine)
+            sent, counts = (_wide(x), active) if averaged(x) else (to_words(x), mine)
             return jnp.where(counts, sent, jnp.zeros_like(sent))
 
         # With `join` it is known only then how many took part: perhaps nobody of this group.
@@ -74,3 +74,8 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
         return jax.tree.map(landed, old, totals)
 
     return Buffers(send, land)
+
+
+def _wide(x: Array) -> Array:
+    """A float in 32 bits at least: the sum of replicas' buffers may be more than float16 holds."""
+    return x.astype(at_least(x.dtype, jnp.float32)) if x.dtype.itemsize < 4 else x

@@ -214,3 +214,12 @@ def test_the_table_of_optimizers_is_what_their_programs_say():
         told, found = ({name: some[name] for name in told.keys() & found} for some in (told, found))
     rows = [f"| `optax.{name}` | {found[name]} |" for name in found]
     assert told and told == found, "the table ought to be:\n" + "\n".join(rows)
+
+
+def test_an_update_that_refuses_the_loss_is_divided_as_others():
+    def update(grads: Any, state: Any, params: Any = None, *, grad: Any) -> Any:
+        del params, grad
+        return jax.tree.map(lambda g: -0.1 * g, grads), state
+
+    strict: Any = optax.GradientTransformationExtraArgs(optax.sgd(0.1).init, update)  # pyright: ignore[reportArgumentType]
+    assert not divided(strict, {"w": np.zeros((3, 2), np.float32)}).refused

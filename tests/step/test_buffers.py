@@ -82,6 +82,14 @@ def test_buffers_of_any_dtype_are_replica_0s_bit_for_bit(group, schedule):
 
 
 @SCHEDULES
+def test_the_sum_of_buffers_of_16_bits_may_be_more_than_they_hold(group, schedule):
+    loss = lambda w, x, *, model_state: (jnp.mean((x - w) ** 2), (model_state, None))  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
+    state, _ = step(step.init(np.float32(0), model_state=np.float16(20_000)), np.ones(REPLICAS, np.float32))
+    assert state.model_state.dtype == np.float16 and state.model_state == 20_000
+
+
+@SCHEDULES
 def test_buffers_that_are_averaged_cost_no_message_of_their_own(group, schedule):
     step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
     state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})
