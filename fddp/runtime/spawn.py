@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -146,26 +146,30 @@ def _results(ranks: Sequence[Rank], end: float, timeout_s: float | None) -> list
     size = len(ranks)
     results = dict[int, Any]()
     came = set[int]()
+    silent = set[int]()  # ranks whose pipe is at its end
     while left := [k for k, rank in enumerate(ranks) if k not in results or rank.process.exitcode is None]:
-        doors = {ranks[k].door: k for k in left if k not in results}
-        ends = {ranks[k].process.sentinel: k for k in left}
-        ready = wait([*doors, *ends], None if timeout_s is None else max(0.0, end - time.monotonic()))
-        if not ready:
+        if (seconds := end - time.monotonic()) <= 0:
             late = ", ".join(map(str, left))
             raise TimeoutError(f"fddp.launch(timeout_s={timeout_s:g}): ranks {late} of {size} have not ended in time.")
+        doors = {ranks[k].door: k for k in left if k not in results and k not in silent}
+        ends = {ranks[k].process.sentinel: k for k in left}
+        ready = wait([*doors, *ends], None if timeout_s is None else seconds)
         # What a rank has said counts before its end.
         for k in [doors[one] for one in ready if isinstance(one, Connection)]:
-            with suppress(EOFError):
+            try:
                 kind, told = ranks[k].door.recv()
-                if kind == FAILED:
-                    raise RuntimeError(f"fddp.launch: rank {k} of {size} failed:\n{told}")
-                if kind == DONE:
-                    results[k] = pickle.loads(told)
-                came.add(k)
+            except (EOFError, OSError):  # it said no more, or ended within a word
+                silent.add(k)
+                continue
+            if kind == FAILED:
+                raise RuntimeError(f"fddp.launch: rank {k} of {size} failed:\n{told}")
+            if kind == DONE:
+                results[k] = pickle.loads(told)
+            came.add(k)
         for k in [ends[one] for one in ready if isinstance(one, int)]:
             ranks[k].process.join()
-            silent = k not in results and not ranks[k].door.poll()
-            if ranks[k].process.exitcode or silent:
+            nothing = k not in results and (k in silent or not ranks[k].door.poll())
+            if ranks[k].process.exitcode or nothing:
                 wait([rank.process.sentinel for rank in ranks if rank is not ranks[k]], WATCHERS_S)
                 raise RuntimeError(_died(k, size, ranks[k].process.exitcode or 0, k in came, k in results))
     return [results[k] for k in range(size)]

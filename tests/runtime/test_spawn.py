@@ -54,6 +54,13 @@ def noted(folder: str, how: str) -> None:
     time.sleep(600)
 
 
+def shut(folder: str) -> None:
+    """Stays, and closes the pipe through which it could say what became of it."""
+    (Path(folder) / "rank0").write_text(str(os.getpid()))
+    sys._getframe(1).f_locals["door"].close()
+    time.sleep(600)
+
+
 def a_lock(_: object) -> object:
     return threading.Lock()
 
@@ -107,6 +114,20 @@ def test_ranks_that_have_not_ended_in_time_are_ended(tmp_path: Path):
     with pytest.raises(TimeoutError, match=r"fddp.launch\(timeout_s=20\): ranks 0, 1 of 2 have not ended in time"):
         fddp.launch(noted, 2, str(tmp_path), "stays", timeout_s=20)
     assert ended(tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_leaves_without_a_result_has_failed_though_its_exit_code_is_0():
+    told = "^fddp.launch: rank 0 of 1 ended with exit code 0 and has not returned from the function"
+    with pytest.raises(RuntimeError, match=told):
+        fddp.launch(os._exit, 1, 0, timeout_s=120)
+
+
+@pytest.mark.ranks
+def test_the_time_holds_for_a_rank_that_can_say_nothing_any_more(tmp_path: Path):
+    with pytest.raises(TimeoutError, match="ranks 0 of 1 have not ended in time"):
+        fddp.launch(shut, 1, str(tmp_path), timeout_s=20)
+    assert ended(tmp_path) and list(tmp_path.iterdir())
 
 
 @pytest.mark.ranks
