@@ -3,9 +3,11 @@
 Source: `reached_preemption_sync_point` in JAX's `multihost_utils`.
 """
 
+import os
 import signal
 from typing import Any
 
+from fddp.comm import Journal
 from fddp.runtime.world import init, on_leaving
 
 # The handler of SIGTERM from before `preempted` took it over; empty until then.
@@ -27,7 +29,7 @@ def preempted() -> bool:
     """Whether all ranks stop here, because one of them was told to end: ask once after each step.
 
     The first call takes SIGTERM over, which schedulers send some time before they end a job. All ranks get the same
-    answer: save the state then, and leave the loop.
+    answer: save the state then, and leave the loop. In processes that this one forks SIGTERM does what it did before.
 
     Returns:
       Whether this is the last step.
@@ -39,6 +41,20 @@ def preempted() -> bool:
     """
     journal = init().journal
     if not _before:
-        _before.append(signal.signal(signal.SIGTERM, lambda *_: journal.ask_to_stop()))
-        on_leaving(lambda: signal.signal(signal.SIGTERM, _before.pop() or signal.SIG_DFL))
+        _take_over(journal)
     return journal.stops()
+
+
+def _take_over(journal: Journal) -> None:
+    own = os.getpid()
+
+    def told(number: int, _: object) -> None:
+        if os.getpid() == own:
+            journal.ask_to_stop()
+        else:  # a forked process has this handler too, and the journal's memory, but is no rank
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, told) or signal.SIG_DFL
+    _before.append(before)
+    on_leaving(lambda: signal.signal(signal.SIGTERM, _before.pop()))
