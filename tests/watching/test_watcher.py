@@ -64,7 +64,26 @@ def test_ranks_that_move_or_are_all_between_steps_are_well():
 
 
 def test_the_first_step_may_take_any_time():
-    assert conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6)) is None
+    for stall_s in (10.0, None):
+        assert conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6), stall_s=stall_s) is None
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_long(steps: int):
+    stuck = {"stopped": True, "lifeless": 1e4, "steps": steps}
+    late = lambda still, **told: conclude(  # noqa: E731
+        waiting(0, still) | {"steps": steps, "typical": 0.0}, waiting(1, still) | stuck | told, stall_s=None
+    )
+    least = PATIENCE * 30.0
+    assert late(least - 1) is None
+    first, second = late(least + 1), late(2 * least + 1)
+    assert first is not None and second is not None
+    assert first.words.startswith(f"nothing has moved for 600 s: rank 1 is stopped in step {steps}")
+    assert (first.end, second.end) == (False, True)
+    compiles = late(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
+    assert compiles is not None and not compiles.end and "If this goes on for 1200 s all ranks end" in compiles.words
+    lost = late(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
+    assert lost is not None and lost.end and "rank 1 has not been heard of" in lost.words
 
 
 def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():

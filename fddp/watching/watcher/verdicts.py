@@ -76,13 +76,17 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
         return None
     limit = longest(going, stall_s)
     silent = silence(going, stall_s)
-    # The first step compiles; how long one takes is known after three. A watcher is heard of all the time.
-    waiting = [one for one in going.values() if one["together"] and one["steps"] > (1 if stall_s else 3)]
-    if any(now - one["heard"] > limit and one.get("met", True) for one in going.values()):
+    # The first step compiles, and may take any time; how long one takes is known after three.
+    waiting = [one for one in going.values() if one["together"] and one["steps"] > 1]
+    known = stall_s or any(one["steps"] > 3 for one in waiting)
+    # A watcher is heard of all the time.
+    if lost := any(now - one["heard"] > limit and one.get("met", True) for one in going.values()):
         # Islands wait in messages of their own. One that is slow or stopped is no fault; one that is lost never comes.
         waiting = [one for one in going.values() if one["together"] or one["sending"]]
     if not waiting:
         return None
+    usual = limit
+    limit = limit if known or lost else PATIENCE * limit
     quiet = min(one["still"] + now - one["heard"] for one in going.values())
     if quiet < limit:
         return None
@@ -97,7 +101,7 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
         told.append(f"rank{'s' * (len(others) > 1)} {ranks} wait{'s' * (len(others) == 1)} {where(others[0])}")
     # Before the first task of a step a rank may be compiling.
     busy = not lifeless and all(not one["together"] or one["doing"] == STEP for one in behind)
-    most = PATIENCE * limit if busy else 2 * limit
+    most = max(PATIENCE * usual, 2 * limit) if busy else 2 * limit
     words = f"nothing has moved for {limit:.0f} s: {'; '.join(told)}"
     if busy:
         words += f". If this goes on for {most:.0f} s all ranks end; call fddp.alive() in long loops between steps"
