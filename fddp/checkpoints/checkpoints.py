@@ -63,7 +63,7 @@ class Checkpoints:
           ValueError: a number below 1; or the step has `shard`, and a rank does not see the folder; on every rank.
           TypeError: `step` is none.
           ModuleNotFoundError: TensorStore is not installed.
-          RuntimeError: rank 0 cannot open the folder; on every rank.
+          RuntimeError: rank 0 cannot open the folder; on every rank. A process that is alone raises the OSError itself.
         """
         if not isinstance(step, TrainStep):
             raise TypeError(f"Checkpoints: step must be a step from fddp.train_step, got {type(step).__name__}.")
@@ -167,7 +167,8 @@ class Checkpoints:
         """Waits until all is written; every rank calls it.
 
         Raises:
-          RuntimeError: the last checkpoint could not be written; on every rank.
+          RuntimeError: the last checkpoint could not be written; on every rank. Where all have the same error, as a
+            process that is alone does, they raise that.
         """
         self._group.journal.say("saving")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fddp.buckets import Shard, is_shard, stacked
 from fddp.checkpoints.files import Listed
@@ -34,7 +35,7 @@ def named(state: TrainState) -> dict[str, Any]:
         name = leaf_name(path)
         if name in found:
             raise ValueError(f"two leaves of the state are called {name!r}, and only one would be saved: rename a key.")
-        found[name] = x
+        found[name] = x if hasattr(x, "dtype") or is_shard(x) else np.asarray(x, jnp.result_type(x))  # a user's number
     return found
 
 

@@ -113,8 +113,7 @@ def epoch_samples(
     """
     epoch = _whole("epoch", epoch, least=0)
     steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
-    rows = int(rows)  # narrow numbers of NumPy's overflow
-    batch = int(batch)
+    rows, batch, rank, size = map(int, (rows, batch, rank, size))  # narrow numbers of NumPy's overflow
     # Not seed + epoch, as torch has it: there, epoch 1 of seed 0 is epoch 0 of seed 1.
     order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
     # np.resize cuts, or begins again at the front as often as it takes.

@@ -65,7 +65,7 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
     for number in count():
         mine = next(batches, EXHAUSTED)
         active = group.all_gather(np.array(mine is not EXHAUSTED))
-        if not active.any():
+        if number and not active.any():
             return
         done = ", ".join(str(rank) for rank in np.flatnonzero(~active))
         if done and number == 0:

@@ -186,8 +186,8 @@ def _read(own: Any, every: list[Any]) -> list[Any]:
         raise ValueError("fddp.evaluate: no rank has a batch; give one of them at least one.")
     if len(told) < len(every) and None in [one["tree"] for one in told]:
         raise ValueError(
-            "fddp.evaluate: a rank has no batch, and the tree of the metrics is of a class that cannot be told to it: "
-            "return them as a dict, a list or a tuple."
+            "fddp.evaluate: a rank has no batch, and the tree of the metrics has a class, or keys, that cannot be told "
+            "to it: return them as a dict with strings for keys, a list or a tuple."
         )
     known = jax.tree.structure(own, is_leaf=_is_weighted)
     registry = jax.tree_util.default_registry

@@ -41,7 +41,7 @@ class Skips:
                 self._tell(group, plan, chosen, number, info)
 
     def _tell(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
-        ready = [i for bucket in plan.buckets for i in bucket.leaves]
+        ready = list(dict.fromkeys(i for bucket in plan.buckets for i in bucket.leaves))  # a stack may be in several
         name = f"fddp: rank {group.rank} of {group.processes}: step {number} was skipped"
         each = _here(info.broken)
         devices = len(each) // (group.size // group.processes)  # of a replica

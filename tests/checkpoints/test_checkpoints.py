@@ -258,6 +258,17 @@ def test_steps_are_counted_through_other_options_and_measurements(
         assert int(train(step, state, 8)[0].step) == 8 == step.training.number
 
 
+def test_a_number_that_a_user_has_put_into_the_state_is_saved(group: Callable[[int], fddp.Group], tmp_path: Path):
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optimizer, group=group(2))
+    state, _ = step(step.init(np.ones(3, np.float32)), ROWS[:8])
+    state.opt_state.hyperparams["learning_rate"] = 0.01
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        checkpoints.save(state, now=True)
+        back, _ = checkpoints.restore(step.init(np.ones(3, np.float32)))
+    assert back.opt_state.hyperparams["learning_rate"] == np.float32(0.01)
+
+
 def test_a_folder_is_where_it_was_opened(
     group: Callable[[int], fddp.Group], tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ):

@@ -144,3 +144,8 @@ def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, a
 def test_join_says_which_rank_leads_in_the_first_of_its_rows(group):
     batches = list(fddp.join([np.zeros((3, 2))], group(1)))
     assert [np.asarray(batch.leads).tolist() for batch in batches] == [[True, False, False]]
+
+
+def test_join_of_no_batch_at_all_is_an_error(group):
+    with pytest.raises(ValueError, match="no batch at all on rank 0; give every rank at least one"):
+        list(fddp.join(iter(()), group(1)))
