@@ -72,9 +72,10 @@ class Config:
     out: Path = Path("runs")
     """Folder for the loss curve."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Folder for checkpoints: training saves there, and the same command goes on from the newest."""
+    """Folder for checkpoints: training saves there, and the same command goes on from the newest. Where no step is left
+    it tests that one."""
     save_every: int = 100
-    """With --resume: steps between two checkpoints."""
+    """With --resume: steps between two checkpoints; the last step is saved as well."""
     quick: bool = False
     """Few steps of the smallest model, as the tests run it, where nothing else is said."""
 
@@ -102,7 +103,8 @@ def main(config: Config) -> None:
     state, plan, history = train(task, config, group, console)
     results = task.test(state, group)
     if group.is_main:
-        results["loss curve"] = str(draw(task.title, config, history.losses))
+        if history.losses:
+            results["loss curve"] = str(draw(task.title, config, history))
         console.print(page(task.title, config, group, history, results, plan))
 
 
@@ -126,6 +128,8 @@ class Task(NamedTuple):
 class History:
     """What a host saw of each step."""
 
+    start: int = 0
+    """The step after which it begins: 0, or that of the checkpoint."""
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=lambda: [time.perf_counter()])
@@ -136,8 +140,14 @@ class History:
         self.accuracies.append(float(info.aux["accuracy"]))
         self.times.append(time.perf_counter())
         if not math.isfinite(self.losses[-1]):
-            step, loss = len(self.losses), self.losses[-1]
-            raise FloatingPointError(f"the loss of step {step} is {loss}; try a smaller --learning-rate.")
+            raise FloatingPointError(
+                f"the loss of step {self.step} is {self.losses[-1]}; try a smaller --learning-rate."
+            )
+
+    @property
+    def step(self) -> int:
+        """The training's number of the last step that was seen."""
+        return self.start + len(self.losses)
 
     @property
     def step_seconds(self) -> float:
@@ -180,12 +190,14 @@ def loop(
     console: Console,
     step: fddp.TrainStep,
     state: fddp.TrainState,
-    save: Callable[[fddp.TrainState], None],
+    save: Callable[[fddp.TrainState, bool], None],
 ) -> tuple[fddp.TrainState, History]:
-    """Trains from the state's step up to the last."""
-    start, left = int(state.step), config.steps - int(state.step)
-    if left < 1:
+    """Trains from the state's step up to the last; a state of the last one comes back as it is."""
+    history, start = History(int(state.step)), int(state.step)
+    if start > config.steps:
         raise ValueError(f"--steps {config.steps}: the checkpoint in {config.resume} is of step {start}.")
+    if start == config.steps:
+        return state, history
     # This process reads its own rows only, in Grain's threads while the step before runs; a step has the same rows on
     # any number of processes.
     own_rows = fddp.samples(
@@ -198,22 +210,23 @@ def loop(
         virtual_replicas=config.virtual_replicas,
         start_step=start,
     )
-    rows = grain.MapDataset.source(list(islice(own_rows, left)))
+    rows = grain.MapDataset.source(list(islice(own_rows, config.steps - start)))
     batches = rows.map(task.batch).to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
-    history, flying = History(), deque[fddp.StepInfo](maxlen=2)
+    flying = deque[fddp.StepInfo](maxlen=2)
     with progress(console) as bar:
         job = bar.add_task("", total=config.steps, completed=start, now="compiling")
         for batch in batches:
             state, info = step(state, batch)
-            save(state)
+            save(state, False)
             flying.append(info)
             if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])
                 bar.update(job, advance=1, now=history.now(config.batch))
-                if bar.disable and len(history.losses) * 10 % config.steps < 10:
+                if bar.disable and history.step * 10 % config.steps < 10:
                     console.print(bar)
         history.note(flying[-1])
         bar.update(job, advance=1, now=history.now(config.batch))
+    save(state, True)
     if bar.disable:
         console.print(bar)
     return state, history
@@ -222,19 +235,22 @@ def loop(
 @contextmanager
 def saved(
     config: Config, step: fddp.TrainStep, state: fddp.TrainState
-) -> Iterator[tuple[fddp.TrainState, Callable[[fddp.TrainState], None]]]:
-    """Where to go on from, and what is to be called after each step: it saves now and then, or before the job ends."""
+) -> Iterator[tuple[fddp.TrainState, Callable[[fddp.TrainState, bool], None]]]:
+    """Where to go on from, and what is to be called after each step: it saves now and then, or before the job ends.
+
+    It is called with whether to save in any case, as once more after the last step.
+    """
     if config.resume is None:
-        yield state, lambda state: None
+        yield state, lambda state, now: None
         return
     if fddp.preempted():  # asked for the first time it takes SIGTERM over, compiling included
         raise SystemExit(0)
     with fddp.Checkpoints(config.resume, step, every=config.save_every) as checkpoints:
 
-        def save(state: fddp.TrainState) -> None:
-            last = fddp.preempted()
-            checkpoints.save(state, now=last)
-            if last:
+        def save(state: fddp.TrainState, now: bool) -> None:
+            ends = fddp.preempted()
+            checkpoints.save(state, now=now or ends)
+            if ends:
                 checkpoints.close()
                 raise SystemExit(0)
 
@@ -334,14 +350,15 @@ def progress(console: Console) -> Progress:
     return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
 
 
-def draw(title: str, config: Config, losses: list[float]) -> Path:
-    """The loss of every step, and its mean over the last ones."""
+def draw(title: str, config: Config, history: History) -> Path:
+    """The loss of every step that this run has seen, and its mean over the last ones."""
+    losses, numbers = history.losses, range(history.start + 1, history.step + 1)
     last = max(1, len(losses) // 20)
     means = np.convolve(losses, np.full(last, 1 / last), "valid")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, color="#9db8d2", linewidth=0.8, label="each step")
-    axes.plot(range(last, len(losses) + 1), means, color="#1f4e79", linewidth=2, label=f"mean of the last {last}")
+    axes.plot(numbers, losses, color="#9db8d2", linewidth=0.8, label="each step")
+    axes.plot(numbers[last - 1 :], means, color="#1f4e79", linewidth=2, label=f"mean of the last {last}")
     axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
@@ -354,19 +371,22 @@ def draw(title: str, config: Config, losses: list[float]) -> Path:
 
 def page(title: str, config: Config, group: fddp.Group, history: History, results: dict[str, str], plan: Any) -> Panel:
     """What was trained, on what, how well, how fast."""
-    loss, accuracy = np.mean(history.losses[-10:]), np.mean(history.accuracies[-10:])
-    speed, seconds = config.batch / history.step_seconds, history.times[-1] - history.times[0]
     devices = f"{group.size} × {jax.local_devices()[0].device_kind}"
-    lines = {
-        "replicas": f"{devices} · backend {group.backend} · processes: {group.processes}",
-        "training loss": f"{history.losses[0]:.3f} → {loss:.3f} · accuracy {accuracy:.1%} (mean of the last 10 steps)",
-        "speed": f"{speed:,.0f} samples/s · {history.step_seconds * 1e3:,.0f} ms a step (median) · {seconds:,.0f} s",
-        **results,
-        "try next": TRY_NEXT[config.model],
-    }
+    lines = {"replicas": f"{devices} · backend {group.backend} · processes: {group.processes}"}
+    if history.start:
+        lines["resumed"] = f"after step {history.start:,} of {config.steps:,}"
+    if history.losses:
+        loss, accuracy = np.mean(history.losses[-10:]), np.mean(history.accuracies[-10:])
+        change = f"{history.losses[0]:.3f} → {loss:.3f}"
+        lines["training loss"] = f"{change} · accuracy {accuracy:.1%} (mean of the last 10 steps)"
+        times = f"{history.step_seconds * 1e3:,.0f} ms a step (median) · {history.times[-1] - history.times[0]:,.0f} s"
+        lines["speed"] = f"{config.batch / history.step_seconds:,.0f} samples/s · {times}"
+    lines |= results | {"try next": TRY_NEXT[config.model]}
     table = Table.grid(padding=(0, 2))
     for name, line in lines.items():
         table.add_row(Text(name, "bold cyan"), Text(line))
+    if not history.losses:  # no step has settled the buckets
+        return Panel(table, title=title, border_style="cyan", padding=(1, 2))
     *buckets, foot = str(plan).splitlines()
     names = Text("\n".join(buckets), "dim", no_wrap=True, overflow="ellipsis")
     return Panel(Group(table, "", names, Text(foot, "dim")), title=title, border_style="cyan", padding=(1, 2))

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -72,13 +73,57 @@ def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Pat
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_ended_goes_on_where_it_was_saved(group: Callable[[int], fddp.Group], tmp_path: Path):
-    saving = replace(GPT, resume=tmp_path, save_every=4)
-    calm = losses(saving, group(2))
+def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
+    group: Callable[[int], fddp.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saving = replace(GPT, resume=tmp_path, save_every=5)
+    task = train.TASKS["gpt"](saving)
+    ended, _, whole = train.train(task, saving, group(2), QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "12", "5"]  # the last step's, too
+    # Of a training that has ended the same command has the state, to test it.
+    state, _, nothing = train.train(task, saving, group(2), QUIET)
+    jax.tree.map(np.testing.assert_array_equal, state.params, ended.params)
+    assert (nothing.step, nothing.losses) == (12, [])
+    with pytest.raises(ValueError, match=r"--steps 8: the checkpoint in .* is of step 12"):
+        losses(replace(saving, steps=8), group(2))
+
     (tmp_path / "12" / "fddp.json").unlink()  # as if it had been killed then
-    assert losses(saving, group(2)) == calm[8:]
-    with pytest.raises(ValueError, match=r"--steps 12: the checkpoint in .* is of step 12"):
-        losses(saving, group(2))
+
+    def broken(params: Any, batch: Any) -> Any:
+        loss, aux = task.loss_fn(params, batch)
+        return loss * np.nan, aux
+
+    with pytest.raises(FloatingPointError, match="the loss of step 11 is nan"):
+        train.train(task._replace(loss_fn=broken), saving, group(2), QUIET)
+    # As no step 12 was saved, no restart takes that for the end.
+    *_, rest = train.train(task, saving, group(2), QUIET)
+    assert (rest.start, rest.step, rest.losses) == (10, 12, whole.losses[10:])
+    drawn: list[Any] = []
+    monkeypatch.setattr(train.Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes[0].get_lines()))
+    train.draw("a GPT", replace(saving, out=tmp_path / "runs"), rest)
+    assert [list(line.get_xdata()) for line in drawn] == [[11, 12], [11, 12]]
+
+
+def test_a_run_that_is_told_to_end_is_saved_after_that_step(
+    group: Callable[[int], fddp.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = iter([False, False, False, True])
+    with monkeypatch.context() as told:
+        told.setattr(fddp, "preempted", lambda: next(asked))
+        with pytest.raises(SystemExit) as end:
+            losses(replace(GPT, resume=tmp_path), group(2))
+    assert end.value.code == 0 and [path.name for path in tmp_path.iterdir()] == ["3"]
+    assert losses(replace(GPT, resume=tmp_path), group(2)) == on_two(group(2))[3:]
+
+
+def test_a_command_that_has_finished_tests_again_what_it_saved(tmp_path: Path):
+    command = (*PYTHON, SCRIPT, "--preset", "tiny", "--steps", "2", "--resume", "saved")
+    first, again = run(*command, cwd=tmp_path), run(*command, cwd=tmp_path)
+    line = re.compile(r"test accuracy .*images")
+    assert line.findall(again) == line.findall(first) != []
+    assert "after step 2 of 2" in again and "after step" not in first
+    for words in ("training loss", "samples/s", "loss curve", "bucket"):
+        assert words in first and words not in again, again
 
 
 @pytest.mark.ranks
