@@ -82,7 +82,7 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     if late:  # before it waits for anybody
         print(f"fddp: rank {launch.rank} of {launch.size}: {late}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
-    meet(launch.rank, launch.size, coordinator, timeout_s, late)
+    meet(launch.rank, launch.size, coordinator, timeout_s, late, launch.job)
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.

@@ -27,6 +27,7 @@ SPOKEN = re.compile(
     r"|JOB_COMPLETION_INDEX"
 )
 PORTS = 2**12  # so many, above those that Linux gives out by itself
+GOLDEN = 2531  # the golden ratio of them
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -132,7 +133,8 @@ def torch_variables(env: Mapping[str, str]) -> Launch | None:
     port = _derived_port(integer(env, "MASTER_PORT") + 1)
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "torchrun's variables"
     place = from_variables(env, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return replace(place, coordinator=f"{text(env, 'MASTER_ADDR')}:{port}")
+    job = env.get("TORCHELASTIC_RUN_ID", "")
+    return replace(place, coordinator=f"{text(env, 'MASTER_ADDR')}:{port}", job=job)
 
 
 ### Launchers
@@ -166,13 +168,17 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
     # The step of prterun's own daemons says nothing of their ranks.
     if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or by_prrte(env):
         return None
-    # Ports as JAX derives them: equal on all ranks of a job, different between jobs.
-    port = _derived_port(integer(env, "SLURM_JOB_ID"))
+    # Equal on all ranks of a step, different between those that run at the same time: jobs are numbered one after the
+    # other, and so are a job's steps. A multiple of the golden ratio keeps them apart.
+    job = integer(env, "SLURM_JOB_ID")
+    step = integer_if_set(env, "SLURM_STEP_ID") or 0
+    port = _derived_port(GOLDEN * job + step)
     return replace(
         from_variables(env, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         local_rank=integer(env, "SLURM_LOCALID"),
         coordinator=f"{_first_host(text(env, 'SLURM_STEP_NODELIST'))}:{port}",
         pmi=None if env.get("SLURM_MPI_TYPE") == "none" else env.get("SLURM_MPI_TYPE"),
+        job=f"{job}.{step}",
     )
 
 

@@ -22,6 +22,8 @@ class Launch:
     """The number of processes on its host; None if the launcher does not say."""
     pmi_fd: int | None = None
     """The socket by which MPICH's mpiexec hears of it; None if there is none."""
+    job: str = ""
+    """What tells its job from others that may meet at the same port; empty if the launcher does not say."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:

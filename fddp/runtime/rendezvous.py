@@ -12,6 +12,7 @@ import socket
 import time
 from contextlib import closing
 from functools import partial
+from urllib.parse import quote
 
 from fddp.comm import reports
 
@@ -25,9 +26,10 @@ HEARD = 1024  # bytes of a call
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GO = b"go\n"
 STOP = b"stop: "
+OTHER = b"another job\n"
 
 
-def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str = "") -> None:
+def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str = "", job: str = "") -> None:
     """Waits until all ranks have reached rank 0, and says on stderr whom it waits for and why.
 
     A rank that cannot join tells the others, so that nobody waits for it in vain and all raise the same error.
@@ -38,6 +40,7 @@ def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str 
       coordinator: host:port at which rank 0 can be met.
       timeout_s: seconds to wait.
       problem: why this rank cannot join the others; '': it can.
+      job: what tells this job from others that may come to the same port; '': nobody knows.
 
     Raises:
       RuntimeError: not all have come in time, or the processes do not belong together, or one of them cannot join.
@@ -46,15 +49,16 @@ def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str 
     place = (host.strip("[]"), int(port))
     seconds = min(timeout_s, TELL_S) if problem else timeout_s
     end = time.monotonic() + seconds
+    job = quote(job)[: HEARD // 4]
     why = ["no answer yet"]  # the latest, for the thread that reports
     says = partial(reports, first_s=FIRST_WORD_S, next_s=NEXT_WORD_S)
     if rank:
         with says(lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {why[0]}"):
-            found = _call(rank, size, place, seconds, why, problem)
+            found = _call(rank, size, place, seconds, why, problem, job)
     else:
         came: Guests = {}
         with says(lambda: f"rank 0 waits at {coordinator}: {_missing(came, size) or why[0]}"):
-            found = _receive(came, size, place, end, why, problem)
+            found = _receive(came, size, place, end, why, problem, job)
     if found:
         raise RuntimeError(f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: {found}.")
 
@@ -65,10 +69,12 @@ Guests = dict[socket.socket, int]
 """The ranks that have come, by the connections that they hold."""
 
 
-def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: list[str], own: str) -> str | None:
+def _receive(
+    came: Guests, size: int, place: tuple[str, int], end: float, why: list[str], own: str, job: str
+) -> str | None:
     """Lets the others in until all have come; then tells each to go, or what is wrong."""
     try:
-        found = _open(came, size, place, end)
+        found = _open(came, size, place, end, job)
         problem = f"rank 0: {own}" if own else found or _resolve(place, end, why)
         for guest in came:
             _tell(guest, STOP + f"{problem}\n".encode() if problem else GO)
@@ -78,7 +84,7 @@ def _receive(came: Guests, size: int, place: tuple[str, int], end: float, why: l
             guest.close()
 
 
-def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | None:
+def _open(came: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str | None:
     try:
         door = _listen(*place)
     except OSError as error:
@@ -98,7 +104,7 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
                     callers.add(caller)
                     watch.register(caller, selectors.EVENT_READ)
                 elif isinstance(caller := key.fileobj, socket.socket):
-                    found = _hear(caller, came, size)
+                    found = _hear(caller, came, size, job)
                     if found and not problem:
                         problem = found
                         end = min(end, time.monotonic() + TELL_S)  # ranks that come later are to hear of it too
@@ -111,17 +117,20 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float) -> str | 
     return problem
 
 
-def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
+def _hear(caller: socket.socket, came: Guests, size: int, job: str) -> str | None:
     """Notes the rank that has called; returns what is wrong. A rank calls once: if it is heard again, it has left.
 
     A stranger is no problem.
     """
     came.pop(caller, None)
     try:
-        called = re.fullmatch(rb"fddp: rank (\d+) of (\d+)(?:: (.+))?\n", caller.recv(HEARD))
+        called = re.fullmatch(rb"fddp: rank (\d+) of (\d+)(?: in job (\S+))?(?:: (.+))?\n", caller.recv(HEARD))
     except OSError:
         called = None
     if called is None:
+        return None
+    if (called[3] or b"").decode(errors="replace") != job:
+        _tell(caller, OTHER)
         return None
     rank = int(called[1])
     its_size = int(called[2])
@@ -131,7 +140,7 @@ def _hear(caller: socket.socket, came: Guests, size: int) -> str | None:
         return f"rank 0 says that there are {size} processes, rank {rank} that there are {its_size}"
     if double:
         return f"two processes say that they are rank {rank}"
-    return f"rank {rank}: {called[3].decode(errors='replace')}" if called[3] else None
+    return f"rank {rank}: {called[4].decode(errors='replace')}" if called[4] else None
 
 
 def _missing(came: Guests, size: int) -> str:
@@ -180,13 +189,16 @@ def _tell(guest: socket.socket, message: bytes) -> None:
 ### The other ranks
 
 
-def _call(rank: int, size: int, place: tuple[str, int], timeout_s: float, why: list[str], problem: str) -> str | None:
+def _call(
+    rank: int, size: int, place: tuple[str, int], timeout_s: float, why: list[str], problem: str, job: str
+) -> str | None:
     """Calls rank 0 until it answers; returns what is wrong, or None."""
     end = time.monotonic() + timeout_s
+    called = f"fddp: rank {rank} of {size}{job and f' in job {job}'}{problem and f': {problem}'}\n".encode()
     while (left := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(place, min(left, ATTEMPT_S)) as door:
-                door.sendall(f"fddp: rank {rank} of {size}{problem and f': {problem}'}\n".encode())
+                door.sendall(called)
                 why[0] = "it is there, and waits for others"
                 # Rank 0 was there first, so its time is over first.
                 door.settimeout(timeout_s + ATTEMPT_S)

@@ -54,7 +54,7 @@ OPEN_MPI_IN_SBATCH = SRUN | {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "PMIX_RANK": "1",
 }
-MET = f"n1:{6 + 61440}"
+MET = f"n1:{(2531 * 6 + 2) % 4096 + 61440}"
 # As Slurm's plugin for Cray sets them too, on Perlmutter say.
 SRUN_CRAY = SRUN | {
     "SLURM_MPI_TYPE": "cray_shasta",
@@ -90,16 +90,16 @@ PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
         (HYDRA, Launch("Hydra", 5, 8, 1)),
         (HYDRA | {"PMI_FD": "7"}, Launch("Hydra", 5, 8, 1, pmi_fd=7)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("Hydra", 0, 2)),
-        (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{123456 % 4096 + 61440}")),
-        (SRUN, Launch("Slurm", 1, 2, 0, MET)),
-        (SRUN | {"SLURM_MPI_TYPE": "none"}, Launch("Slurm", 1, 2, 0, MET)),
-        (SRUN_PMI2, Launch("Slurm", 1, 2, 0, MET, "pmi2")),
-        (SRUN_PMIX, Launch("Slurm", 1, 2, 0, MET, "pmix")),
+        (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{2531 * 123456 % 4096 + 61440}", job="123456.0")),
+        (SRUN, Launch("Slurm", 1, 2, 0, MET, job="6.2")),
+        (SRUN | {"SLURM_MPI_TYPE": "none"}, Launch("Slurm", 1, 2, 0, MET, job="6.2")),
+        (SRUN_PMI2, Launch("Slurm", 1, 2, 0, MET, "pmi2", job="6.2")),
+        (SRUN_PMIX, Launch("Slurm", 1, 2, 0, MET, "pmix", job="6.2")),
         (HYDRA_IN_SBATCH, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
         (HYDRA_IN_SBATCH_PMI2, Launch("Hydra", 3, 4, 1, local_size=2, pmi_fd=5)),
         (OPEN_MPI_IN_SBATCH, Launch("Open MPI", 1, 2, 0)),
-        (SRUN_CRAY, Launch("Slurm", 1, 2, 0, MET, "cray_shasta")),
-        (TORCHRUN, Launch("torchrun", 1, 2, 1, TORCH_MET, local_size=2)),
+        (SRUN_CRAY, Launch("Slurm", 1, 2, 0, MET, "cray_shasta", job="6.2")),
+        (TORCHRUN, Launch("torchrun", 1, 2, 1, TORCH_MET, local_size=2, job="none")),
         (TORCH, Launch("torchrun's variables", 1, 2, None, TORCH_MET)),
         (JAX, Launch("JAX_* variables", 3, 4, None, "node1:4711")),
         (PALS, Launch("PALS", 3, 4, 1)),
@@ -141,6 +141,12 @@ def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
 def test_rank_0_of_slurm_is_met_on_the_first_node_of_the_step(nodes, first):
     coordinator = read_launch(SLURM | {"SLURM_STEP_NODELIST": nodes}).coordinator
     assert coordinator is not None and coordinator.rsplit(":", 1)[0] == first
+
+
+def test_steps_that_run_at_the_same_time_meet_at_ports_of_their_own():
+    """Those of 16 jobs that were started one after the other, each of up to 100 steps."""
+    steps = [{"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step)} for job in range(16) for step in range(100)]
+    assert len({read_launch(SLURM | step).coordinator for step in steps}) == len(steps)
 
 
 def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():

@@ -134,6 +134,18 @@ def test_strangers_and_ranks_that_leave_again_do_not_count():
         first.result()
 
 
+def test_ranks_of_another_job_do_not_count_and_hear_that_it_is_another():
+    coordinator = here()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meet, 0, 2, coordinator, 60, job="777.0 of a cluster")
+        for job in ("", "777.1"):
+            with pytest.raises(RuntimeError, match="in time: what answers there is not rank 0 of this job"):
+                meet(1, 2, coordinator, 2, job=job)
+        assert not first.done()
+        meet(1, 2, coordinator, 60, job="777.0 of a cluster")
+        first.result()
+
+
 def connected(host: str, port: int) -> socket.socket:
     while True:
         try:
