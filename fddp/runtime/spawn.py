@@ -33,6 +33,7 @@ CAME = "came"
 DONE = "done"
 FAILED = "failed"
 END_S = 10.0  # so long a rank that has failed waits to be ended
+LOOK_S = 0.01  # between two looks at a rank that seems to have ended
 WATCHERS_S = 4.0  # so long the watchers have to say where a rank has died
 
 
@@ -167,7 +168,10 @@ def _results(ranks: Sequence[Rank], end: float, timeout_s: float | None) -> list
                 results[k] = pickle.loads(told)
             came.add(k)
         for k in [ends[one] for one in ready if isinstance(one, int)]:
-            ranks[k].process.join()
+            ranks[k].process.join(0)
+            if ranks[k].process.exitcode is None:  # about to end, or it has closed all its files and goes on
+                time.sleep(LOOK_S)
+                continue
             nothing = k not in results and (k in silent or not ranks[k].door.poll())
             if ranks[k].process.exitcode or nothing:
                 wait([rank.process.sentinel for rank in ranks if rank is not ranks[k]], WATCHERS_S)
