@@ -1,8 +1,12 @@
 """Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
 
+import fcntl
 import re
+import resource
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -12,6 +16,7 @@ from processes import case, launch, written
 
 from fddp.watching import read_flights
 from fddp.watching import told as flight
+from fddp.watching.watcher.links import Links, ready, welcome
 from fddp.watching.watcher.main import STOP_S, Stop, stop_of
 from fddp.watching.watcher.mpiexec import leave_last
 from fddp.watching.watcher.remarks import remarks
@@ -217,7 +222,7 @@ def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
 
 
 def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step():
-    over, work = rank(0, doing="finished", done=True), {"still": 1e4, "place": "evaluate (train.py:9)"}
+    over, work = rank(0, doing="finished", done=True, still=1e4), {"still": 1e4, "place": "evaluate (train.py:9)"}
     waits = ", and rank 0 has finished and waits for it"
     place = "between steps 52 and 53, evaluate (train.py:9)"
     assert conclude(over, rank(1, **work)) is None
@@ -229,6 +234,16 @@ def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step(
         assert stopped == Verdict(f"rank 1 is stopped {place}{waits}", end)
         held = conclude(over, rank(1, lifeless=so_far, **work))  # XLA may hold the interpreter for long
         assert held is not None and not held.end
+
+
+def test_who_has_finished_waits_from_then_on_for_a_rank_whose_watcher_was_lost_long_before():
+    own = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
+    late = lambda still: judge_alone(own(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
+    assert late(1.0) is None and late(9.0) is None
+    first, second = late(11.0), late(21.0)
+    assert first is not None and second is not None
+    assert "rank 0 has not been heard of" in first.words and "rank 3 has finished and waits for it" in first.words
+    assert (first.end, second.end) == (False, True)
 
 
 def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
@@ -307,6 +322,40 @@ def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
     assert (
         verdict is not None and "rank 1 is between steps 52 and 53, load (train.py:34); rank 0 waits" in verdict.words
     )
+
+
+### How they hear each other
+
+
+@contextmanager
+def files(most: int) -> Iterator[None]:
+    """So many files may be open, until the numbers are used up."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_watcher_of_more_than_1024_ranks_hears_the_last():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, files(2048), socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)) as last:
+        assert ready([last], 0.0) == set()
+        theirs.sendall(b"{}\n")
+        assert ready([last], 10.0) == {last}
+
+
+def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later():
+    links: Links = {}
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
+        other.sendall(b"token\n")
+        with files(3):
+            welcome(door, links, "token")
+        assert not links
+        welcome(door, links, "token")
+        (link,) = links
+        link.close()
 
 
 ### Real ranks

@@ -2,11 +2,11 @@
 
 import hmac
 import json
-import select
+import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from mmap import mmap
 from typing import Any
@@ -38,7 +38,11 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
 
 def welcome(door: socket.socket, links: Links, token: str) -> None:
     """Lets in a watcher that knows the token; gives others no answer."""
-    link, _ = door.accept()
+    try:
+        link, _ = door.accept()
+    except OSError:  # it has left again, or this process may open no more files: then the door stays ready
+        time.sleep(EVERY_S)
+        return
     link.settimeout(1.0)
     try:
         said = b""
@@ -53,6 +57,14 @@ def welcome(door: socket.socket, links: Links, token: str) -> None:
     except OSError:
         pass
     link.close()
+
+
+def ready(files: Iterable[socket.socket | int], seconds: float) -> set[Any]:
+    """Waits until some of these can be read, not for long, and returns those; their numbers may be any."""
+    with selectors.PollSelector() as watch:  # `select` knows none above 1023, and there is a link for each rank
+        for file in files:
+            watch.register(file, selectors.EVENT_READ)
+        return {key.fileobj for key, _ in watch.select(seconds)}
 
 
 def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
@@ -76,8 +88,7 @@ def wait_for_others(links: Links, seconds: float) -> None:
     """Waits until the watchers of the other ranks have ended their ranks, and themselves."""
     until = time.monotonic() + seconds
     while links and time.monotonic() < until:
-        ready, _, _ = select.select([*links], [], [], EVERY_S)
-        for link in ready:
+        for link in ready(links, EVERY_S):
             list(lines(link, links))
 
 

@@ -9,7 +9,7 @@ Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency exte
 """
 
 import os
-import select
+import resource
 import signal
 import socket
 import time
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, NamedTuple
 
-from .links import EVERY_S, Links, lines, meet, say, send, wait_for_others, welcome
+from .links import EVERY_S, Links, lines, meet, ready, say, send, wait_for_others, welcome
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, reader
 from .remarks import remarks
@@ -42,6 +42,9 @@ def main(job: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):  # a higher priority, so that the first death is seen first; not every user may ask for it
         os.nice(-10)
+    with suppress(OSError, ValueError):  # rank 0's has a link for each rank
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     memory = mmap(job["memory"], SIZE)
     process = job["parent"]
     watch = Watch(job, job["rank"], memory, reader(memory, job), death(process), pidfd(process), *meet(memory, job))
@@ -104,12 +107,12 @@ class Watch:
 
 def _hear(watch: Watch) -> list[Verdict]:
     """Waits until a watcher speaks or the rank ends, not for long; returns the verdicts that were heard."""
-    ready, _, _ = select.select([*filter(None, [watch.door]), *watch.ends, *watch.links], [], [], EVERY_S)
-    if watch.door and watch.door in ready:
+    moved = ready([*filter(None, [watch.door]), *watch.ends, *watch.links], EVERY_S)
+    if watch.door and watch.door in moved:
         welcome(watch.door, watch.links, watch.job["token"])
     now = watch.now = time.monotonic()
     verdicts = list[Verdict]()
-    for link, line in [(one, line) for one in list(watch.links) if one in ready for line in lines(one, watch.links)]:
+    for link, line in [(one, line) for one in list(watch.links) if one in moved for line in lines(one, watch.links)]:
         watch.spoke[link] = now
         if "words" in line:
             verdicts.append(Verdict(line["words"], line["end"]))

@@ -8,10 +8,9 @@ Source: MPICH's Hydra, `proxy/pmip_cb.c` and `mpiexec/pmiserv_misc.c`; the wire 
 """
 
 import os
-import select
 from contextlib import suppress
 
-from .links import Links
+from .links import Links, ready
 
 ABORT = b"cmd=abort exitcode=1\n"
 
@@ -33,4 +32,4 @@ def leave_last(pmi_fd: int | None, links: Links, seconds: float, *, abort: bool)
         with suppress(OSError):
             os.write(pmi_fd, ABORT)
     else:
-        select.select([pmi_fd], [], [], seconds)
+        ready([pmi_fd], seconds)

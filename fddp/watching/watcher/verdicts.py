@@ -115,6 +115,8 @@ def missing(going: Mapping[int, Report], over: Sequence[Report], now: float, sta
         return None
     limit = longest(going, stall_s)
     quiet, one = max(still, key=lambda pair: pair[0])
+    # Nobody waits before he has finished: one whose watcher alone is lost may long have been unheard by then.
+    quiet = min(quiet, max(one["still"] + now - one["heard"] for one in over))
     most = 2 * limit if one["stopped"] or now - one["heard"] > limit else PATIENCE * limit
     told = f"rank {one['rank']} {condition(one, now, silence(going, stall_s))}"
     words = f"{told}, and rank {over[0]['rank']} has finished and waits for it"
