@@ -12,11 +12,13 @@ from typing import Any
 def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     """Reads the records that the watchers wrote when a job ended.
 
+    A folder that was kept may hold records of earlier jobs, of ranks that wrote none when the last one ended.
+
     Args:
       paths: files, or folders of `rank_*.json`.
 
     Returns:
-      A record for each rank, in order.
+      A record for each rank of the newest job, in order.
 
     Raises:
       ValueError: there is none, or a file is no such record.
@@ -25,7 +27,10 @@ def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     records = [_record(file) for files in inside for file in files]
     if not records:
         raise ValueError(f"no record rank_*.json in {', '.join(map(str, paths)) or 'nothing'}.")
-    return sorted(records, key=lambda record: record["rank"])
+    # A job is known by the time at which it began, by rank 0's clock; fddp 0.2 did not write it down.
+    newest = max(record.get("began", 0.0) for record in records)
+    newest_job = [record for record in records if record.get("began", 0.0) == newest]
+    return sorted(newest_job, key=lambda record: record["rank"])
 
 
 def told(records: Sequence[dict[str, Any]]) -> str:

@@ -85,7 +85,7 @@ def watched(
     if rank == 0:
         token = secrets.token_hex(16)
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))
-        told = {"token": token, "flight": flight}
+        told = {"token": token, "flight": flight, "began": time.time()}
         _start(job | told, kept)
         port = _port(recorder)
         hosts = ["127.0.0.1"] if alone else own_addresses()

@@ -48,6 +48,18 @@ def test_a_rank_without_a_record_is_named():
     assert "no record of rank 1" in told([record(0, message(0))])
 
 
+def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_path: Path):
+    jobs = [(4, 100.5, range(4)), (4, 200.5, (0, 1, 2)), (2, 300.5, (0, 1))]
+    for size, began, ranks in jobs:
+        for rank in ranks:
+            told_it = record(rank, message(size), size=size) | {"began": began}
+            (tmp_path / f"rank_{rank}.json").write_text(json.dumps(told_it))
+        found = read_flights([tmp_path])
+        assert [(one["rank"], one["size"], one["began"]) for one in found] == [(rank, size, began) for rank in ranks]
+    (tmp_path / "rank_1.json").unlink()
+    assert "no record of rank 1" in told(read_flights([tmp_path]))
+
+
 def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
     for rank in (1, 0):
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record(rank)))

@@ -1,6 +1,7 @@
 """Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
 
 import fcntl
+import json
 import re
 import resource
 import socket
@@ -423,6 +424,9 @@ def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
 
 @on_ranks("backend, size, how, says", (MPI, "stop", "is stopped"), (GLOO, "hold", "does not run Python"))
 def test_a_rank_that_is_stuck_is_named_and_ended(backend: str, size: int, how: str, says: str, tmp_path: Path):
+    (tmp_path / "flight").mkdir()
+    earlier = {"rank": 7, "size": 8, "why": "", "steps": 0, "doing": "", "messages": [], "began": 1.0}
+    (tmp_path / "flight" / "rank_7.json").write_text(json.dumps(earlier))
     text, lines = broken(tmp_path, backend, size, how)
     told = rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 and 21"
     told += r".*wait.* in step 21 for bucket 0 \(b\)"

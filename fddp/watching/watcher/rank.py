@@ -125,7 +125,7 @@ def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: 
         if one["begin"]
     ]
     own = {"rank": own["rank"], "steps": own["steps"] + own["before"], "doing": own["doing"]}
-    told = own | {"size": job["size"], "why": words}
+    told = own | {"size": job["size"], "why": words, "began": job["began"]}
     with suppress(OSError):
         folder = Path(job["flight"])
         folder.mkdir(parents=True, exist_ok=True)
