@@ -237,7 +237,7 @@ def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step(
         assert held is not None and not held.end
 
 
-def test_who_has_finished_waits_from_then_on_for_a_rank_whose_watcher_was_lost_long_before():
+def test_who_has_finished_waits_from_then_on_for_a_rank_long_unheard():
     own = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
     late = lambda still: judge_alone(own(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
     assert late(1.0) is None and late(9.0) is None
