@@ -19,12 +19,10 @@ from fddp.analysis.auditing.device_memory import WAYS, memory_table
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
-from fddp.comm import mesh_programs
 from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import traffic
 from fddp.hlo.module import parse
 from fddp.hooks.reductions import reductions
-from fddp.jax_internals import PIPELINED_ROUNDS
 from fddp.schedules.tasks import communications
 from models import bert, gpt, mlp, resnet
 
@@ -335,14 +333,13 @@ def test_no_more_than_two_layers_of_a_scan_are_whole():
 
 
 @aot
-def test_without_the_latency_hiding_scheduler_an_a100_overlaps_nothing(monkeypatch):
-    monkeypatch.setitem(mesh_programs.GPU_OPTIONS, "xla_gpu_enable_latency_hiding_scheduler", "False")
-    # The order that fddp gives to buckets already makes all but the last leave early: without it, too.
-    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
-    audit = look(plain_mlp(512), "a100:8", bucket_cap_mb=0)
-    assert len(audit.collectives) == 4 and not any(collective.asynchronous for collective in audit.collectives)
-    problem = audit.problems()[-1]
-    assert "synchronous: bucket" in problem and "xla_gpu_enable_latency_hiding_scheduler" in problem
+def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
+    """The order that fddp gives to its messages makes some leave early without it, too."""
+    one = plain_mlp(512)
+    step, state = one.step(read_target("h100:2").group())
+    ways = {plain.way: plain for plain in fddp.audit(step, state, one.batch, "a100:8", beside="jit").beside}
+    assert len(ways) == 4
+    assert all((plain.asynchronous > 0) == ("latency hiding" in way) for way, plain in ways.items())
 
 
 @pytest.mark.steps
@@ -413,28 +410,56 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 """
 
 
+def read_buckets(text, count):
+    plan = fddp.make_plan([np.zeros(9, np.float32)] * count, bucket_cap_mb=0)
+    module = parse(text)
+    found = find_collectives(module)
+    sends = communications([reductions(plan, None, None)])[0]
+    return read(module, found, (False,) * len(found), sends, plan, "h100:8", None)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (MERGED, "merged: XLA made one all-reduce of 2"),
+        (MERGED, "xla_gpu_all_reduce_combine_threshold_bytes=0"),
+        (MERGED.replace("all-reduce", "reduce-scatter"), "xla_gpu_reduce_scatter_combine_threshold_bytes=0"),
         (SWAPPED, "out of order: messages start in the order bucket 1, bucket 0"),
         (SWAPPED.replace("bucket1", "bucket0"), "not as planned: no collective carries bucket 1"),
     ],
 )
 def test_merged_and_swapped_buckets_are_named(text, words):
-    plan = fddp.make_plan([np.zeros(9, np.float32)] * 2, bucket_cap_mb=0)
-    module = parse(text)
-    found = find_collectives(module)
-    audit = read(
-        module,
-        found,
-        (False,) * len(found),
-        communications([reductions(plan, None, None)])[0],
-        plan,
-        "h100:8",
-        None,
-    )
-    assert any(words in problem for problem in audit.problems())
+    assert any(words in problem for problem in read_buckets(text, 2).problems())
+
+
+WAITED = """HloModule f, is_scheduled=true
+ENTRY %main (x: f32[9], y: f32[9,9]) -> f32[9] {
+  %x = f32[9] parameter(0)
+  %y = f32[9,9] parameter(1)
+  %begin = f32[9] all-reduce-start(%x), metadata={op_name="jit(step)/bucket0/psum"}
+  %dot = f32[9,9] dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %end = f32[9] all-reduce-done(%begin)
+  %two = f32[9] all-reduce(%x), metadata={op_name="jit(step)/bucket1/psum"}
+  %three = f32[9] reduce-scatter(%x), metadata={op_name="jit(step)/bucket2/psum"}
+  %four = f32[9] all-reduce(%x), metadata={op_name="jit(step)/bucket2/psum"}
+}
+"""
+
+
+def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_sends():
+    """Where XLA hides one sum it has its scheduler, and waits for others because nothing is left to hide them under."""
+    (problem,) = read_buckets(WAITED, 3).problems()
+    assert "nothing heavy is computed while bucket 1, bucket 2 (reduce-scatter), bucket 2 (all-reduce) are" in problem
+    (problem,) = read_buckets(WAITED.replace("-start", "").replace("-done", ""), 3).problems()
+    assert problem.startswith("synchronous: bucket 0, ") and "xla_gpu_enable_latency_hiding_scheduler" in problem
+
+
+@aot
+def test_a_step_too_small_to_hide_anything_is_told_to_take_more_rows():
+    audit = look(workload(mlp, mlp.PRESETS["tiny"], 8 * 8), "h100:8", shard="state")
+    assert {one.asynchronous for one in audit.collectives} == {True, False}
+    (problem,) = audit.problems()
+    assert problem.startswith("nothing to overlap with") and "more rows" in problem
 
 
 ### Loops
@@ -484,8 +509,7 @@ def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
     bare = ROUNDS.replace(f"{start}\n{product}\n{done}", f"{product}\n{start}\n{done}")
     assert bare != ROUNDS
     problem = read_one(bare).problems()[0]
-    option = next(iter(PIPELINED_ROUNDS))
-    assert "in a loop" in problem and "in each of 3 rounds" in problem and option in problem
+    assert "in a loop" in problem and "in each of 3 rounds" in problem and "bucket_cap_mb" in problem
 
 
 FILLED = """HloModule f, is_scheduled=true

@@ -1,11 +1,11 @@
 """Finds faults in the program that XLA made of a step, and says in words what to do about them."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fddp.analysis.auditing.carried import merged
 from fddp.buckets import MiB
-from fddp.jax_internals import PIPELINED_ROUNDS
 
 if TYPE_CHECKING:
     from fddp.analysis.auditing.report import Audit
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 # What to do about a message in a loop that nothing hides: one of a step's messages, or one of the loss's own.
 AWAITED = (
-    "XLA awaits it where it starts. It does so if the GPU's memory is short (give each replica fewer rows), and if "
-    f"XLA_FLAGS unset {', '.join(PIPELINED_ROUNDS)}, which fddp sets. With a bucket_cap_mb that holds all rounds "
-    "they travel at once, outside of the loop."
+    "XLA awaits it where it starts. It does so if the GPU's memory is short: give each replica fewer rows. With a "
+    "bucket_cap_mb that holds all rounds they travel at once, outside of the loop."
 )
 OF_THE_LOSS = (
     "move it out of the loop. (What accumulation_steps sends stands outside of loops.) On GPUs a sum that only leaves "
@@ -35,8 +34,8 @@ def problems(audit: "Audit") -> Iterator[str]:
         if merged(collective):
             yield (
                 f"merged: XLA made one {collective.kind} of {len(collective.arrays)}, "
-                f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; take what "
-                "overrides fddp's xla_gpu_all_reduce_combine_threshold_bytes=0 out of XLA_FLAGS."
+                f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; on GPUs the compiler "
+                f"option xla_gpu_{collective.kind.replace('-', '_')}_combine_threshold_bytes=0 keeps them apart."
             )
         if collective.loops and not collective.heavy:
             yield (
@@ -81,11 +80,13 @@ def _exposed(audit: "Audit", sent: Sequence[int], rounds: int) -> Iterator[str]:
         yield _bare(audit, bare)
     # A tail that travels alone is tiny, and where it comes last there is nothing left to hide it under.
     held = [k for k in sent if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"]
-    # Beside a loop with sums XLA has little to choose from, and makes synchronous what has nothing beside it.
-    alone = [k for k in sent if (rounds or k not in held) and not audit.collectives[k].heavy]
+    # Where XLA hides traffic it makes synchronous only what has nothing beside it, and beside a loop with sums it has
+    # little to choose from.
+    hides = any(one.asynchronous for one in audit.collectives)
+    alone = [k for k in sent if (rounds or hides or k not in held) and not audit.collectives[k].heavy]
     if held and audit.where == "cpu":
         yield (
-            f"synchronous: {_listed(map(audit.label, held))}. XLA:CPU overlaps nothing inside a program; one process a "
+            f"synchronous: {_named(audit, held)}. XLA:CPU overlaps nothing inside a program; one process a "
             "replica with schedule='staged' does, and target='h100:8' shows what GPUs would do."
         )
     elif not rounds and audit.looped > audit.flops / 2 and not any(audit.collectives[k].heavy for k in sent):
@@ -96,10 +97,11 @@ def _exposed(audit: "Audit", sent: Sequence[int], rounds: int) -> Iterator[str]:
             "layers are summed inside of the loop if they are more than bucket_cap_mb, and more than what is ready "
             "before it; where they cannot be (a hook), write the layers as a Python loop."
         )
-    elif held and not rounds:
+    elif held and not rounds and not hides:
         yield (
-            f"synchronous: {_listed(map(audit.label, held))}. The program waits for each; "
-            "xla_gpu_enable_latency_hiding_scheduler must be true (fddp sets it: look for XLA_FLAGS that unset it)."
+            f"synchronous: {_named(audit, held)}. The program waits for all that it sends: nothing can be computed "
+            "beside it (smaller buckets, or more rows for each replica, may help), or XLA does without its scheduler, "
+            "for which fddp sets xla_gpu_enable_latency_hiding_scheduler."
         )
     elif len(sent) + rounds == 1 and alone:
         yield (
@@ -111,11 +113,17 @@ def _exposed(audit: "Audit", sent: Sequence[int], rounds: int) -> Iterator[str]:
 
 
 def _bare(audit: "Audit", alone: Sequence[int]) -> str:
-    names = _listed(map(audit.label, alone))
     return (
-        f"nothing to overlap with: nothing heavy is computed while {names} are on their way; give each replica more "
-        "rows, or larger buckets."
+        f"nothing to overlap with: nothing heavy is computed while {_named(audit, alone)} are on their way; give each "
+        "replica more rows, or larger buckets."
     )
+
+
+def _named(audit: "Audit", numbers: Sequence[int]) -> str:
+    """Lists what collectives carry, with their kinds where a message takes several: scattered, then summed."""
+    taken = Counter(audit.carries)
+    kinds = (f" ({audit.collectives[k].kind})" if taken[audit.carries[k]] > 1 else "" for k in numbers)
+    return _listed(dict.fromkeys(audit.label(k) + kind for k, kind in zip(numbers, kinds)))
 
 
 def _listed(items: Iterable[Any]) -> str:
