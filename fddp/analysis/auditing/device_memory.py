@@ -54,7 +54,8 @@ def memory_table(audit: Callable[[dict[str, Any]], Any]) -> str:
     Returns:
       A table: the memory of each way, and the estimate of its step.
     """
-    rows: list[tuple[str, ...]] = [("each replica holds", "MiB of state", "MiB at its peak", "ms a step", "ms exposed")]
+    head = ("each replica holds", "MiB of state and rows", "MiB at its peak", "ms a step", "ms exposed")
+    rows: list[tuple[str, ...]] = [head]
     for way, options in WAYS.items():
         found = audit(options)
         mib = [f"{n / MiB:.1f}" for n in (found.memory.given, found.memory.peak)] if found.memory else ["–", "–"]
