@@ -42,7 +42,8 @@ def fill_buckets(
     """
     del caps
     leaves = make_plan(tree, order=()).leaves
-    free = [i for i in loops if group_keys([leaves[i].name], groups)[0] is None and leaves[i].shape[0] == loops[i][1]]
+    alone = [i for i in loops if group_keys([leaves[i].name], groups)[0] is None]
+    free = [i for i in alone if leaves[i].shape[0] == loops[i][1] > 0]
     cap = bucket_cap_mb[-1] if isinstance(bucket_cap_mb, Sequence) else bucket_cap_mb
     made: dict[int, list[Travelling]] = {}
     for i in free:

@@ -18,6 +18,7 @@ from fddp.jax_internals import (
     Literal,
     Var,
     along_first_dim,
+    joins_first_dim,
     loop_parts,
     run_again,
     run_as_it_is,
@@ -27,7 +28,7 @@ from fddp.jax_internals import (
 from fddp.jaxpr.equations import straighten
 from fddp.jaxpr.flow import arrival, flow
 from fddp.jaxpr.part_kinds import ELEMENTWISE
-from fddp.jaxpr.rounds import Bounds, wanted_slices, with_slices
+from fddp.jaxpr.rounds import Bounds, joined_bounds, wanted_slices, with_slices
 
 
 class InRounds(NamedTuple):
@@ -130,7 +131,7 @@ class _Rewriting:
             self.values[eqn.outvars[0]] = there.piece(there.bounds.index(part))
         elif part and part[0] in self._starts:
             self.values[eqn.outvars[0]] = self._cut(self._whole(first), *part)
-        elif name == "concatenate" and bounds:
+        elif bounds and joins_first_dim(eqn) and bounds == joined_bounds(eqn):
             pieces = [self._whole(atom) for atom in eqn.invars]
             self.values[eqn.outvars[0]] = _Sliced(bounds, pieces.__getitem__)
         elif name == "scan" and bounds:
@@ -170,7 +171,7 @@ class _Rewriting:
         """Orders the numbers of slices by when they come."""
         comes = dict.fromkeys(range(len(bounds)), 0)
         for eqn in self._program.jaxpr.eqns:
-            if eqn.primitive.name == "concatenate" and self._bounds.get(eqn.outvars[0]) == bounds:
+            if joins_first_dim(eqn) and self._bounds.get(eqn.outvars[0]) == bounds == joined_bounds(eqn):
                 comes = {k: max(comes[k], when(atom)) for k, atom in enumerate(eqn.invars)}
         return sorted(comes, key=comes.__getitem__)
 

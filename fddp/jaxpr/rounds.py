@@ -145,7 +145,7 @@ def wanted_slices(jaxpr: Jaxpr, when: Callable[[Any], int], outputs: Sequence[An
       Their slices.
     """
     in_rounds = _made_in_rounds(jaxpr)
-    joined = {eqn.outvars[0]: _joined(eqn) for eqn in jaxpr.eqns if joins_first_dim(eqn)}
+    joined = {eqn.outvars[0]: joined_bounds(eqn) for eqn in jaxpr.eqns if joins_first_dim(eqn)}
     taken: dict[Var, set[tuple[int, int]]] = {}
     for eqn in jaxpr.eqns:
         part = along_first_dim(eqn)
@@ -181,7 +181,7 @@ def _spread_back(jaxpr: Jaxpr, wanted: dict[Var, Bounds]) -> None:
                 wanted.setdefault(atom, wanted[eqn.outvars[0]])
 
 
-def _joined(eqn: JaxprEqn) -> Bounds:
+def joined_bounds(eqn: JaxprEqn) -> Bounds:
     """The slices of which an equation makes an array."""
     return tuple(pairwise(accumulate((form_of(atom)[0][0] for atom in eqn.invars), initial=0)))
 

@@ -208,7 +208,10 @@ def _by_arrival(
 
 
 def _members(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var, int]) -> list[set[int]]:
-    """Gives each equation to the first group that needs it; those that only act (a print) to the last."""
+    """Gives each equation to the first group that needs it; those that only act (a print) to the last.
+
+    One that acts, and is needed, takes those with it that have acted before.
+    """
     acting = [at for at, eqn in enumerate(jaxpr.eqns) if acts(eqn)]
     taken: set[int] = set()
     members: list[set[int]] = []
@@ -221,6 +224,8 @@ def _members(jaxpr: Jaxpr, results: Sequence[Sequence[Any]], maker: Mapping[Var,
             if at not in taken and at not in own:
                 own.add(at)
                 pending += [maker[v] for v in variables(jaxpr.eqns[at].invars) if v in maker]
+                # What acts on the world in order does so after what acts on it before.
+                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & jaxpr.eqns[at].effects]
         taken |= own
         members.append(own)
     return members

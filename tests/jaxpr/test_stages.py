@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
 from fddp.jaxpr.equations import collectives, straighten
@@ -105,6 +106,27 @@ def test_a_print_happens_once(capfd):
     run_stages(cut(closed, [1, 1]), closed, [jnp.ones(2)])
     jax.effects_barrier()
     assert capfd.readouterr().out.count("seen") == 1
+
+
+def test_what_acts_in_order_acts_in_the_same_order_in_stages():
+    """The second call is needed by the first group, the others by none."""
+    told = []
+
+    def tells(name):
+        return lambda x: (told.append(name), np.asarray(x))[1]
+
+    def f(x):
+        form = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        io_callback(tells("first"), form, x, ordered=True)
+        y = io_callback(tells("second"), form, x, ordered=True)
+        io_callback(tells("third"), form, x, ordered=True)
+        return y, jnp.sin(x)
+
+    x = jnp.ones(2)
+    closed = jax.make_jaxpr(f)(x)
+    run_stages(cut(closed, [1, 1]), closed, [x])
+    jax.effects_barrier()
+    assert told == ["first", "second", "third"]
 
 
 def test_groups_must_hold_all_outputs():

@@ -75,6 +75,12 @@ SLICED = {
     "twice over the same layers": lambda x, p: scanned(scanned(x, p["layers"]), p["layers"]),
     "and read by something else": lambda x, p: scanned(x, p["layers"]) + jnp.mean(p["layers"]["kernel"] ** 2),
 }
+# Of the stack's own rows, one by one, and not of its slices: nothing is taken for a slice that is none.
+MASKS = np.random.default_rng(2).integers(2, size=(LAYERS, 1, WIDTH, WIDTH))
+JOINED = {
+    "of rows": lambda p: jnp.concatenate([jnp.asarray(mask, jnp.float64) for mask in MASKS]),
+    "of columns": lambda p: jnp.concatenate([p["layers"]["kernel"][..., :2], jnp.ones((LAYERS, WIDTH, 4))], -1),
+}
 UNDER_EAGER = ("plainly", "in reverse", "rematerialised whole", "beside tied parameters")
 
 
@@ -122,6 +128,31 @@ def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(group, x
     kernels = [name for name in slices(step) if "kernel" in name]
     assert sorted(kernels) == [f"layers/kernel[{at}]" for at in ("0:2", "2:4", "4:5")]
     compare(params, by_plain_jax(loss, optimizer, weights()))
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("schedule", ["staged", "eager"])
+@pytest.mark.parametrize("made", JOINED)
+def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices(group, x64, made, schedule):
+    def pruned(x: Any, p: Any) -> Any:
+        return scanned(x, p["layers"] | {"kernel": p["layers"]["kernel"] * JOINED[made](p)})
+
+    options = {"schedule": schedule, "bucket_cap_mb": CAP}
+    step, params = trained(fddp.train_step(net(pruned), optax.adamw(0.1), group=group(2), **options), weights())
+    assert slices(step)
+    compare(params, by_plain_jax(net(pruned), optax.adamw(0.1), weights()))
+
+
+@pytest.mark.steps
+def test_a_stack_of_no_layers_is_trained_beside_others(group, x64):
+    def beside(x: Any, p: Any) -> Any:
+        return scanned(scanned(x, p["none"]), p["layers"])
+
+    params = weights() | {"none": stack(0)}
+    _, got = trained(
+        fddp.train_step(net(beside), optax.adamw(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP), params
+    )
+    compare(got, by_plain_jax(net(beside), optax.adamw(0.1), params))
 
 
 @pytest.mark.steps
