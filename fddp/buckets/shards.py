@@ -142,7 +142,9 @@ def own_part(
 def there(size: int, replicas: int, index: Int32[Array, ""], depth: int = 1) -> Bool[Array, " *part"]:
     """Marks the elements of a replica's part that belong to the array; the others are padding."""
     dims = part_dims(size, replicas, depth)
-    return jnp.broadcast_to(index * dims[-1] + jnp.arange(dims[-1]) < size // depth, dims)
+    # Of each replica, on the host: a large array has more elements than 32 bits count.
+    true = np.clip(size // depth - dims[-1] * np.arange(replicas), 0, dims[-1])
+    return jnp.broadcast_to(jnp.arange(dims[-1]) < jnp.asarray(true, jnp.int32)[index], dims)
 
 
 def true_numbers(plan: BucketPlan, of_parts: BucketPlan, replicas: int) -> Bool[np.ndarray, "replicas n"]:

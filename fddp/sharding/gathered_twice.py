@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fddp.buckets import BucketPlan, Messages, join, take_apart, whole_forms
-from fddp.comm import drop_replica_dim
+from fddp.comm import MOST, drop_replica_dim
 from fddp.hooks import plain_bytes
 from fddp.jaxpr import Rows, in_readings, run_in_readings
 from fddp.schedules import Pieces, scope
@@ -43,7 +43,9 @@ def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
     def update(state: TrainState, shards: Any, messages: Messages, kept: Kept, sent: Any) -> tuple[Any, Any]:
         new, info = parts.updated(join(state, shards), messages, kept)
         equal, mine = take_apart(new)
-        of_gathers = drop_replica_dim(kept.nbytes) * np.uint32(replica.options.accumulation_steps)
+        once = drop_replica_dim(kept.nbytes)
+        times = replica.options.accumulation_steps
+        of_gathers = jnp.where(once > np.uint32(MOST // times), np.uint32(MOST), once * np.uint32(times))
         return (equal, parts.sent(info, sent, of_gathers, order)), mine
 
     return Pieces(tuple(micro_batches(parts, as_the_state_is, partial(_gradients, parts))), update)
@@ -77,7 +79,7 @@ def _gradients(parts: Parts, state: TrainState, shards: Any, before: Before, par
     bring = partial(_bring, parts, own, sliced.inputs)
     made = sliced.join(run_in_readings(program, [*weights, *jax.tree.leaves(given)], bring, rows))
     pending, (grads, broken) = jax.tree.unflatten(jax.tree.structure(form), made)
-    sent = [program.times[k] * nbytes for k, nbytes in enumerate(_bytes(parts))]
+    sent = [min(program.times[k] * nbytes, MOST) for k, nbytes in enumerate(_bytes(parts))]
     return grads, pending, broken, jnp.asarray(sent, jnp.uint32)
 
 

@@ -33,7 +33,7 @@ from fddp.buckets import (
 from fddp.comm import Communicator, as_uint32, count_bytes
 from fddp.hooks import GradRows, Reduction, on_each_device, reductions
 from fddp.losses import added
-from fddp.schedules import by_bucket
+from fddp.schedules import by_bucket, more_sent
 from fddp.sharding.parts_update import run_on_parts
 from fddp.step import Facts, Replica, StepInfo, TrainState
 
@@ -251,9 +251,12 @@ class Parts:
     def sent(self, info: StepInfo, of_scatters: Any, of_gathers: Any, order: Sequence[int]) -> StepInfo:
         """Adds the bytes of each bucket, there and back; the last number counts scalars and the update's messages."""
         before, last = jnp.split(of_scatters, [of_scatters.size - len(self.plan.messages)])
-        of_buckets = by_bucket(self.plan, last).at[np.array(order, int)].add(of_gathers)
-        of_earlier = before.reshape(-1, len(self.plan.buckets)).sum(0, dtype=jnp.uint32)
-        return info._replace(sent=of_buckets.at[: of_earlier.size].add(of_earlier) + info.sent)
+        sent = by_bucket(self.plan, last)
+        places = np.array(order, int)
+        sent = sent.at[places].set(more_sent(sent[places], of_gathers))
+        for of_earlier in before.reshape(-1, len(self.plan.buckets)):
+            sent = sent.at[: of_earlier.size].set(more_sent(sent[: of_earlier.size], of_earlier))
+        return info._replace(sent=more_sent(sent, info.sent))
 
     def _came(self, sums: Sequence[Sequence[Array]], messages: Messages) -> tuple[list[Any], Any]:
         buckets, tail = take_tail(self.of_parts, messages)

@@ -22,12 +22,11 @@ from fddp.step import WHOLE, Copy, Cut, Facts, Held, Replica, Shared, TrainState
 from fddp.wording import leaf_name
 
 
-def sharded(shared: Shared, again: bool) -> Way:
+def sharded(shared: Shared) -> Way:
     """Makes the way.
 
     Args:
       shared: what each replica holds a part of: the optimizer's state, or all of the state.
-      again: whether parameters are dropped behind the forward pass, and gathered again.
 
     Returns:
       The way.
@@ -37,7 +36,7 @@ def sharded(shared: Shared, again: bool) -> Way:
         check=partial(_check, shared),
         hold=partial(_hold, shared),
         gathered=_gathered,
-        pieces=partial(_pieces, shared, again),
+        pieces=partial(_pieces, shared),
         apart=True,
         scattered=True,
         gathers=shared == "state",
@@ -104,6 +103,7 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
     return replicated._replace(params=group.placement.place(params, REPLICATED))
 
 
-def _pieces(shared: Shared, again: bool, replica: Replica, facts: Facts) -> Pieces:
+def _pieces(shared: Shared, replica: Replica, facts: Facts) -> Pieces:
+    again = replica.options.reshard_after_forward
     make = gathered_last if shared == "optimizer" else gathered_twice if again else gathered_first
     return make(replica, facts)

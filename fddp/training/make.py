@@ -92,5 +92,5 @@ def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
     if options.virtual_replicas:
         return virtual(options.virtual_replicas)
     if options.shard:
-        return sharded(options.shard, options.reshard_after_forward)
+        return sharded(options.shard)
     return WHOLE

@@ -130,6 +130,20 @@ def test_a_stack_that_more_reads_than_a_loop_over_its_layers_comes_whole(
     assert gathering_loops(program(shared(group(3), inner, optax.adamw(0.05)))) == loops
 
 
+def test_a_step_with_other_options_gathers_as_they_say(group: Groups, x64: None):
+    def sent(step: fddp.TrainStep) -> int:
+        _, info = step(step.init(weights()), FEW)
+        return int(info.sent.sum())
+
+    def made(again: bool) -> fddp.TrainStep:
+        return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=again)
+
+    once, twice = sent(made(False)), sent(made(True))
+    assert once < twice
+    assert sent(made(True).with_options(reshard_after_forward=False)) == once
+    assert sent(made(False).with_options(reshard_after_forward=True)) == twice
+
+
 MORE = [{"find_unused_parameters": True}, {"skip_nonfinite": True}, {"hook": fddp.hooks.bf16()}, {"donate": False}]
 
 
