@@ -25,7 +25,7 @@ INTERNAL = {
         "recovery",
         "transport",
     ),
-    "training.train_step.TrainStep": ("held", "is_one_program", "on", "optimizer", "sent", "settled"),
+    "training.train_step.TrainStep": ("held", "on", "optimizer", "sent", "settled", "training"),
 }
 
 

@@ -25,6 +25,7 @@ from fddp.checkpoints.state_forms import (
     is_row,
     key_impl,
     named,
+    of_flat_words,
     part_of_state,
     word_form,
     words,
@@ -174,7 +175,7 @@ def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
     like = word_form(x)
     if is_shard(x):
         parts = _laid_columns(group, name, like, _sharding(group, name, x.parts, apart=True), read)
-        return replace(x, parts=_keys(parts, x.parts) if is_key(x.parts) else parts)
+        return replace(x, parts=of_flat_words(parts, x.parts))
 
     def piece(place: Any) -> np.ndarray:
         if is_row(group, name):
@@ -198,16 +199,6 @@ def _laid_columns(group: Group, name: str, x: Shard, where: Any, read: Read) -> 
         return filled.reshape([one.stop - one.start for one in place])
 
     return jax.make_array_from_callback(x.parts.shape, where, part)
-
-
-def _keys(flat: jax.Array, like: Any) -> jax.Array:
-    """Random keys of their words, which lie as they do."""
-    impl = key_impl(like)
-
-    def keys(flat: jax.Array) -> jax.Array:
-        return jax.random.wrap_key_data(flat.reshape(*like.shape, -1), impl=impl)
-
-    return jax.jit(keys, out_shardings=flat.sharding)(flat)
 
 
 class Lying(NamedTuple):

@@ -124,6 +124,18 @@ def _shard_of_words(keys: Shard, flat: Any) -> Shard:
     return replace(keys, parts=flat, shape=(*keys.shape, flat.size // max(1, keys.parts.size)))
 
 
+def of_flat_words(flat: jax.Array, like: Any) -> jax.Array:
+    """Puts random keys in the place of their words, where `like` is some; else gives the array as it is."""
+    if not is_key(like):
+        return flat
+    impl = key_impl(like)
+
+    def keys(flat: jax.Array) -> jax.Array:
+        return jax.random.wrap_key_data(flat.reshape(*like.shape, -1), impl=impl)
+
+    return jax.jit(keys, out_shardings=flat.sharding)(flat)
+
+
 def key_impl(x: Any) -> Any:
     """Finds the kind of a random key, or of the form of one."""
     found = list[Any]()

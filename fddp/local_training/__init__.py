@@ -8,8 +8,8 @@ from fddp.local_training.in_turn import InTurn as InTurn
 from fddp.local_training.in_turn import Islands as Islands
 from fddp.local_training.in_turn import replay as replay
 from fddp.local_training.in_turn import simulate as simulate
+from fddp.local_training.island_groups import as_islands_of as as_islands_of
 from fddp.local_training.island_groups import in_islands as in_islands
-from fddp.local_training.island_groups import node_size as node_size
 from fddp.local_training.island_runner import islands as islands
 from fddp.local_training.island_state import Island as Island
 from fddp.local_training.keeper_door import join_keeper as join_keeper

@@ -39,8 +39,21 @@ def in_islands(group: Group, optimizer: Optimizer) -> Group:
     return group if alike else islands_in_nodes(group, size)
 
 
-def node_size(group: Group, optimizer: Optimizer) -> int | None:
-    """The number of replicas of a node of the group of which `in_islands` made one; None: it may have had no nodes."""
+def as_islands_of(known: Group, group: Group, optimizer: Optimizer) -> Group:
+    """Makes islands, and nodes, like those of another group; every process calls it.
+
+    Args:
+      known: a group that `in_islands` has made.
+      group: the replicas; if it has no nodes, and that had some, it gets nodes of as many.
+      optimizer: of the step.
+
+    Returns:
+      The group.
+
+    Raises:
+      ValueError: as for `in_islands`; or its replicas cannot be in nodes of as many.
+    """
+    size = known.local
     if isinstance(optimizer, LocalSteps) and optimizer.node is not None:
-        return optimizer.replicas(group.parts) * group.communicator.at("neighbours").size
-    return group.local if group.nodes else None
+        size = optimizer.replicas(known.parts) * known.communicator.at("neighbours").size
+    return in_islands(group if size is None or group.nodes else group.hierarchical(size), optimizer)

@@ -202,10 +202,10 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
         nonlocal carried
         carried, info = step(carried, batch)
         # A step of several programs returns when it is over, or leaves to the next one what it has not done (eager).
-        return (carried, info) if step.is_one_program else info
+        return (carried, info) if step.settled.is_one_program else info
 
     jax.block_until_ready(run(batches[0]))
-    measured = watch(run, batches, None if step.is_one_program else step.timeline)
+    measured = watch(run, batches, None if step.settled.is_one_program else step.timeline)
     step.training.number -= 1 + len(batches)  # they are no steps of the training
     return measured
 

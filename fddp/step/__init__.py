@@ -43,6 +43,7 @@ from fddp.step.start import first_state as first_state
 from fddp.step.start import read_start as read_start
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
+from fddp.step.state import Training as Training
 from fddp.step.state import TrainState as TrainState
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Copy as Copy

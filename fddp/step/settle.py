@@ -66,6 +66,11 @@ class Settled(NamedTuple):
     first: tuple[Any, ...] = ()
     """The forms of the first step's arguments; () before that."""
 
+    @property
+    def is_one_program(self) -> bool:
+        """Whether XLA launches the buckets (schedule "fused")."""
+        return self.runner.timeline is None
+
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
     """Settles a step; every rank calls it with its first batch.

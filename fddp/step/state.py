@@ -1,6 +1,7 @@
 """The state that a step carries on, and the means that its replicas have in common."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -116,6 +117,14 @@ def _there(part: Any) -> Any:
 
 def _is_promise(x: Any) -> bool:
     return isinstance(x, Promise)
+
+
+@dataclass
+class Training:
+    """The training that a step makes, and those make that are made of it with other options."""
+
+    number: int = 0
+    """The number of its last step."""
 
 
 class StepInfo(NamedTuple):

@@ -6,7 +6,7 @@ Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyT
 import sys
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -14,7 +14,7 @@ import jax
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
-from fddp.local_training import in_islands, node_size
+from fddp.local_training import as_islands_of
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
 from fddp.schedules import TaskList, Timeline
@@ -25,6 +25,7 @@ from fddp.step import (
     Replica,
     Settled,
     StepInfo,
+    Training,
     TrainState,
     Use,
     accumulate,
@@ -41,14 +42,6 @@ from fddp.step import (
     tasks,
     with_some_new,
 )
-
-
-@dataclass
-class Training:
-    """The training that a step makes, and those do that are made of it with other options."""
-
-    number: int = 0
-    """The number of its last step."""
 
 
 class TrainStep:
@@ -233,15 +226,12 @@ class TrainStep:
         """The same step for other replicas.
 
         Args:
-          group: the replicas; for `fddp.local_steps` as `train_step` takes it.
+          group: the replicas; where it has no nodes they get nodes as these have, if they can (ValueError).
 
         Returns:
           A step of its own; states are not shared.
-
-        Raises:
-          ValueError: the replicas cannot be in islands as these are.
         """
-        group = in_islands(group, self._optimizer)
+        group = as_islands_of(self.group, group, self._optimizer)
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
     def with_options(self, **options: Unpack[OptionArguments]) -> "TrainStep":
@@ -260,23 +250,12 @@ class TrainStep:
         known = self._settled
         how = f"schedule={known.schedule!r}, {known.plan.summary}" if known else "to be settled by the first batch"
         late = ", islands do not wait: not the mathematics of one replica" if QUORUM in self._replica.asked else ""
-        where = f"size={self.group.size}, backend={self.group.backend!r}"
-        return f"TrainStep({self._replica.loss}, {where}, {how}{late})"
-
-    @property
-    def is_one_program(self) -> bool:
-        """Whether XLA launches the buckets (schedule "fused"), once the first batch has settled it."""
-        return self.settled.runner.timeline is None
+        return f"TrainStep({self._replica.loss}, size={self.group.size}, backend={self.group.backend!r}, {how}{late})"
 
     @property
     def group(self) -> Group:
         """The replicas."""
         return self._replica.group
-
-    @property
-    def node_size(self) -> int | None:
-        """The number of replicas of a node of a group like the one for which it was made; None: one without nodes."""
-        return node_size(self.group, self._optimizer)
 
     @property
     def optimizer(self) -> Any:

@@ -297,7 +297,7 @@ def test_an_older_checkpoint_is_not_removed_for_newer_ones(
 @pytest.mark.parametrize(
     "name", ["8.begun.0a1b2c3d.4", "8.begun.0a1b2c3d.4.replaced", "met.0a1b2c3d", "8.orbax-checkpoint-tmp"]
 )
-def test_what_a_killed_process_began_to_write_is_told_and_removed_before_the_next_is_written(
+def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     trained: Path,
     group: Callable[[int], fddp.Group],
     make: Make,

@@ -123,7 +123,6 @@ def test_the_same_step_on_other_replicas_knows_their_islands(group: Groups, isla
 
     optimizer = fddp.local_steps(optax.sgd(0.1), every=every, island=island)
     step = fddp.train_step(loss_fn, optimizer, group=nodes(group(4)), bucket_cap_mb=0).on(nodes(group(8)))
-    assert step.node_size == (4 if every != 2 else None if island == 1 else 2)
     state = step.init(PARAMS)
     for batch in BATCHES:
         state, _ = step(state, batch)

@@ -182,7 +182,7 @@ def audit(
     where = there.name if there is not None else jax.default_backend()
     listed = step.tasks(state, batch)
     memory = footprint(step.settled, state, batch)
-    if not step.is_one_program:
+    if not step.settled.is_one_program:
         return _of_stages(step, memory, where, listed, beside)
     if there is None and step.group.backend == "mpi" and step.group.size > 1:
         raise ValueError(
@@ -228,8 +228,7 @@ def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[Trai
       ValueError: the replicas of the step are in nodes, and those of the target cannot be in nodes of as many.
       RuntimeError: the compiler for the target is not installed.
     """
-    nodes = step.node_size
-    step = step.on(target.group() if nodes is None else target.group().hierarchical(nodes))
+    step = step.on(target.group())
     state, batch = jax.tree.map(_shape, (state, batch))
     state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)
     return step, state, batch

@@ -158,7 +158,7 @@ def _check(call: str, exposed: float) -> None:
 
 
 def _refuse_one_program(call: str, step: TrainStep) -> None:
-    if step.is_one_program:
+    if step.settled.is_one_program:
         raise ValueError(f"{call} looks at stages, and this step is one program: make it with schedule='staged'.")
 
 
