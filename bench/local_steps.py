@@ -246,7 +246,7 @@ def picture(results: dict[str, Any]) -> Path:
             look = {"fmt": "osD^"[k % 4], "color": f"C{family}", "capsize": 3}
             axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], label=method, **look)
         axis.set(xscale="log", yscale="log", xlabel="MiB sent by each replica", ylabel="test loss", title=name)
-        axis.legend(fontsize=6, ncols=2)
+        axis.legend(fontsize=6, ncols=2, loc="center left", bbox_to_anchor=(1.01, 0.5), borderaxespad=0)
     return save_picture("local_steps", sheet, dpi=150)
 
 
