@@ -155,13 +155,14 @@ def mean(sums: Sums) -> Sums:
 
     A hook may have added what it remembered of steps that had weight: without any it counts for nothing.
     """
-    counts = sums.weight != 0
-    weight = jnp.where(counts, sums.weight, 1)
+    weight = jnp.where(sums.weight == 0, 1, sums.weight)
+    or_infinite = jnp.where(sums.weight == 0, jnp.inf, sums.weight)
 
     def divided(x: Array) -> Array:
         # 16 bits do not do: the weight, the count of all tokens say, may be more than float16 holds.
         wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-        return (counts * x.astype(wide) / weight.astype(wide)).astype(x.dtype)
+        divisor = or_infinite if jnp.issubdtype(wide, jnp.floating) else weight
+        return (x.astype(wide) / divisor.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(divided, sums)._replace(used=sums.used)
 
