@@ -6,7 +6,7 @@ island, but for steps at the beginning that average the gradients of all.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,8 +106,7 @@ def island_runner(
     """
     last = LastStep()
     keeper: Keeper | None = None
-    taken: int | None = None  # version of the shared parameters that the island took last
-    recovery = island.members.recovery
+    learner = _Learner(island)
 
     def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
         nonlocal last, keeper
@@ -120,13 +119,13 @@ def island_runner(
         if keeper is None and join_keeper:
             keeper = join_keeper(island, held)
         bare, own = _bare(held)
-        with recovery:
+        with island.members.recovery:
             (new, info), own, _ = alone.run(bare, pending, own, (), rows)
         new = _whole(join(new, own), held)
         last = now._replace(step=new.step)
         if keeper and due:
-            given = learned(new)
-            new = landed(steps.mix, new, keeper.give(given))
+            given = learner.learned(new)
+            new = learner.landed(steps.mix, new, keeper.give(given))
             if island.members.is_main:
                 nbytes = sum(x.nbytes for x in given.change)
                 info = info._replace(sent=info.sent.at[-1].set(more_sent(info.sent[-1], nbytes)))
@@ -136,24 +135,10 @@ def island_runner(
     def meet(state: TrainState) -> TrainState:
         if keeper is None:
             return state
-        given = learned(state)
+        given = learner.learned(state)
         if given.weight:
             keeper.give(given)
-        return landed(0.0, state, keeper.meet())  # now all islands are equal
-
-    def learned(state: TrainState) -> Contribution:
-        given = island.contribution(state)
-        if taken not in (None, given.began):
-            raise ValueError(
-                f"this state has version {given.began} of the shared parameters, and the island has taken version "
-                f"{taken} last: give the state that the last step returned, or begin anew with another fddp.train_step."
-            )
-        return given
-
-    def landed(mix: float, state: TrainState, newest: SharedParams) -> TrainState:
-        nonlocal taken
-        taken = newest.version
-        return island.landed(mix, state, newest)
+        return learner.landed(0.0, state, keeper.meet())  # now all islands are equal
 
     def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
         if together_is_due(state):
@@ -179,6 +164,31 @@ def island_runner(
         meet=meet,
         waits=together_is_due,
     )
+
+
+@dataclass
+class _Learner:
+    """An island, and the shared parameters that it took last."""
+
+    island: Island
+    taken: int | None = None
+    """Their version; None before the first exchange."""
+
+    def learned(self, state: TrainState) -> Contribution:
+        """The island's contribution; refuses a state that is not the last."""
+        given = self.island.contribution(state)
+        if self.taken not in (None, given.began):
+            raise ValueError(
+                f"this state has version {given.began} of the shared parameters, and the island has taken version "
+                f"{self.taken} last: give the state that the last step returned, or begin anew with another "
+                "fddp.train_step."
+            )
+        return given
+
+    def landed(self, mix: float, state: TrainState, newest: SharedParams) -> TrainState:
+        """The state with which the island goes on."""
+        self.taken = newest.version
+        return self.island.landed(mix, state, newest)
 
 
 def _bare(held: TrainState) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ class Launch:
     pmi_fd: int | None = None
     """The socket by which MPICH's mpiexec hears of it; None if there is none."""
     job: str = ""
-    """What tells its job from others that may meet at the same port; empty if the launcher does not say."""
+    """The name of its job, as others may meet at the same port; empty if the launcher has none."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:

@@ -77,14 +77,15 @@ class Target:
         fewest = min(on_host.values())  # of the group, on one host
         links = self.chip.links * self.chip.link_bytes_per_s
         card = self.chip.network_bytes_per_s
-        if len(on_host) == 1:
-            latency, rate = LATENCY_S, links
-        elif kind == "all-to-all":
+        latency = LATENCY_S
+        rate = links
+        if len(on_host) > 1 and kind == "all-to-all":
             # A replica sends to each replica of other hosts by itself, through its own card.
             return NETWORK_LATENCY_S + (size - fewest) / size * nbytes / min(links, card)
-        else:
+        if len(on_host) > 1:
             # Where a ring leaves a host it goes through the cards of all of its replicas there.
-            latency, rate = NETWORK_LATENCY_S, min(links, fewest * card)
+            latency = NETWORK_LATENCY_S
+            rate = min(links, fewest * card)
         # An all-reduce sends all but a part 1/n round twice; an all-gather sends each replica's whole array to all.
         share = {"all-reduce": 2 * (size - 1) / size, "all-gather": size - 1, "collective-permute": 1}
         return latency + share.get(kind, (size - 1) / size) * nbytes / rate
