@@ -43,7 +43,8 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
     def open_folder() -> None:
         check_installed()
         if group.rank == 0:
-            meeting.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
+            meeting.mkdir()
 
     on_all(alone, open_folder)
     blind = not_seen(group, meeting)
