@@ -34,8 +34,8 @@ class Communicator:
     """Gives every replica's array to every replica."""
     reduce_scatter: Callable[[Shaped[Array, "replicas n"]], Shaped[Array, " n"]]
     """Sums row i over replicas, for replica i."""
-    exact_sum: Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]] | None = None
-    """Sums arrays that must not be rounded, where `all_reduce` rounds; None: it does not."""
+    unrounded: Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]] | None = None
+    """The `all_reduce` that does not round, where this one does; None: it does not."""
     native16: bool = False
     """Whether `all_reduce` sends 16-bit floats as they are; XLA:CPU and MPI send them as 32 bits."""
     nodes: int = 1
@@ -49,6 +49,11 @@ class Communicator:
     def psum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
         """JAX's name for `all_reduce`."""
         return self.all_reduce
+
+    @property
+    def exact_sum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
+        """Sums arrays that must not be rounded, whatever rounds gradients."""
+        return self.unrounded or self.all_reduce
 
     def at(self, level: Level) -> "Communicator":
         """Gives the collectives of some of the replicas.

@@ -50,8 +50,7 @@ def _of_pairs(
         return jnp.stack([jnp.sum(part, axis=1) for part in jnp.split(x * y, _ends(sizes), axis=1)])
 
     three = jnp.stack([products(a, b), products(a, a), products(b, b)])
-    summed = comm.exact_sum or comm.all_reduce
-    both, of_a, of_b = summed(three.reshape(-1)).reshape(three.shape)
+    both, of_a, of_b = comm.exact_sum(three.reshape(-1)).reshape(three.shape)
 
     def share(square: Array) -> Array:
         less = jnp.where(square > 0, both / jnp.where(square > 0, 2 * square, 1), 0)

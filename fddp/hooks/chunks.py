@@ -64,7 +64,7 @@ def _largest(comm: Communicator, x: Array, share: float, chunk: int) -> tuple[Ar
     """Sums over replicas the chunks that are sent; gives the sum, zero elsewhere, and a mask of these chunks."""
     chunk = min(chunk, x.size)
     rows = jnp.pad(x, (0, -x.size % chunk)).reshape(-1, chunk)
-    norms = (comm.exact_sum or comm.all_reduce)(jnp.mean(jnp.abs(rows.astype(jnp.float32)), axis=1))
+    norms = comm.exact_sum(jnp.mean(jnp.abs(rows.astype(jnp.float32)), axis=1))
     # Chunks that are not finite, with NaN too, are sent before all others, or they would stay for ever.
     _, places = jax.lax.top_k(jnp.where(jnp.isfinite(norms), norms, jnp.inf), math.ceil(share * len(rows)))
     sums = comm.all_reduce(rows[places].reshape(-1)).reshape(-1, chunk)

@@ -71,7 +71,7 @@ def _narrow(hook: Hook, name: str, words: Callable[[Communicator], dict[str, Any
         own = words(comm)
         all_reduce = partial(_narrow_all_reduce, comm, **own)
         scatter = partial(_narrow_scatter, comm, **own)
-        return replace(comm, all_reduce=all_reduce, reduce_scatter=scatter, exact_sum=comm.all_reduce)
+        return replace(comm, all_reduce=all_reduce, reduce_scatter=scatter, unrounded=comm.exact_sum)
 
     def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
         return hook.apply(narrow(comm), bucket, state)
