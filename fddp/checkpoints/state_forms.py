@@ -102,11 +102,12 @@ def is_row(group: Group, name: str) -> bool:
 
 def words(x: Any) -> Any:
     """Puts its words in the place of a random key, and of each key of a shard: one more dim."""
-    if is_shard(x):
-        # The words of each replica's keys lie where the keys do.
-        flat = jax.jit(_flat_words, out_shardings=x.parts.sharding) if is_key(x.parts) else None
-        return _shard_of_words(x, flat(x.parts)) if flat else x
-    return jax.random.key_data(x) if is_key(x) else x
+    if not is_shard(x):
+        return jax.random.key_data(x) if is_key(x) else x
+    if not is_key(x.parts):
+        return x
+    # The words of each replica's keys lie where the keys do.
+    return _shard_of_words(x, jax.jit(_flat_words, out_shardings=x.parts.sharding)(x.parts))
 
 
 def word_form(x: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.buckets import at_least, from_words, to_words
+from fddp.buckets import from_words, to_words
 from fddp.comm import Communicator, drop_replica_dim
 from fddp.losses import Joined
 
@@ -78,4 +78,4 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
 
 def _wide(x: Array) -> Array:
     """A float in 32 bits at least: the sum of replicas' buffers may be more than float16 holds."""
-    return x.astype(at_least(x.dtype, jnp.float32)) if x.dtype.itemsize < 4 else x
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
