@@ -1,15 +1,20 @@
 """Every test sees eight CPU devices in one process, float32 by default, and the same random examples each time."""
 
+import gc
+import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import hypothesis
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
-from processes import UNOPTIMIZED
+from processes import COMPILATION_CACHE, UNOPTIMIZED
 
 import fddp
 
@@ -21,9 +26,47 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ |= UNOPTIMIZED  # also of what a test starts
 jax.config.update("jax_disable_most_optimizations", True)
 
+# Tracing makes many objects and few circles: with Python's own thresholds collecting takes 7 % of the time.
+gc.set_threshold(100_000, 50, 100)
+
 # XLA compiles for each new shape, so an example takes as long as it takes.
 hypothesis.settings.register_profile("fddp", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("fddp")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of the suite share JAX's compilation cache, in a folder of pytest's own."""
+    if hasattr(config, "cache"):  # unless pytest runs without: -p no:cacheprovider
+        folder = str(config.cache.mkdir(f"xla-{jax.__version__}-{processor()}"))
+        os.environ |= dict(zip(COMPILATION_CACHE, (folder, "0"), strict=True))
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def processor() -> str:
+    """A digest of what this processor can do, which XLA's code for CPUs makes use of."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((x for x in lines if x.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:8]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker more than cores, for many tests wait; more than eight would need more memory than they save time."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the seconds that each file took, slowest first, so that growth is seen."""
+    seconds = defaultdict[str, float](float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.location[0]] += report.duration
+    slowest = sorted(((s, file) for file, s in seconds.items() if s >= 10), reverse=True)
+    if slowest:
+        terminalreporter.section("seconds per file, of 10 and more")
+        for s, file in slowest:
+            terminalreporter.write_line(f"{s:7.0f} {file}")
 
 
 @cache
@@ -50,6 +93,16 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """XLA compiles every program: for claims about compiling."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once only
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)

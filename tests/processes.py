@@ -3,17 +3,24 @@
 They get an environment of their own, in which warnings are errors, and an end: no test waits for ever.
 """
 
+import atexit
 import os
 import re
+import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
+import fork_server
 import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -21,8 +28,10 @@ from _pytest.mark.structures import ParameterSet
 TESTS = Path(__file__).parent
 WORKERS = TESTS / "workers"
 HOLD = TESTS / "on_ranks" / "hold.py"  # the script whose ranks hold claims
+# conftest.py sets them.
+COMPILATION_CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 # Of this process's environment only what finds programs and files: neither its devices nor its launcher.
-INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
+INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *COMPILATION_CACHE)
 END_S = 5.0
 # FDDP_GRACE_S where all ranks fail: nobody waits this long, however busy the machine is.
 PATIENT_S = "10"
@@ -40,6 +49,11 @@ GREETING = re.compile(
 )
 # On a busy machine some ranks start later than others, who say so.
 WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
+
+# Warnings are errors, but for a program that another process is writing into the cache: JAX then compiles it.
+STRICT = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
+# What Python and JAX read when they are imported: a rank that needs another value is not forked.
+READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 # (backend, processes) of every kind of job that is tested. Three processes show what powers of two hide.
 QUICK_JOBS = [("mpi", 3), ("gloo", 2)]
@@ -62,6 +76,42 @@ def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str)
     """Of what is tested on a job, under this name of a parameter, what this session asks for: a job does no more."""
     given = [one.params for item in request.session.items if (one := getattr(item, "callspec", None))]
     return [str(one[name]) for one in given if name in one and (one.get("backend"), one.get("size")) == (backend, size)]
+
+
+class Process(Protocol):
+    """A started process: of `subprocess.Popen` the part that is used here."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def terminate(self) -> None: ...
+
+
+@dataclass
+class Forked:
+    """A process that the fork server has started."""
+
+    pid: int
+    connection: socket.socket
+    code: int | None = field(default=None, init=False)
+
+    def poll(self) -> int | None:
+        if self.code is None and select.select([self.connection], [], [], 0)[0]:
+            self.code = int(self.connection.recv(32))
+            self.connection.close()
+        return self.code
+
+    def wait(self, timeout: float) -> int:
+        if self.code is None:
+            select.select([self.connection], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return code
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -105,7 +155,7 @@ def launch(
     Returns:
       What became of it; also printed, for pytest shows what a failed test printed.
     """
-    command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
+    command = [str(WORKERS / script), *map(str, args)]
     env = _environment() | env
     if backend == "mpi":
         processes = _start_mpi(size, command, folder, env)
@@ -129,7 +179,7 @@ def launch_with(
     Returns:
       What became of it.
     """
-    command = [sys.executable, "-W", "error", str(WORKERS / script), *map(str, args)]
+    command = [str(WORKERS / script), *map(str, args)]
     processes = _start_gloo(worlds, command, folder, _environment())
     return _outcome("gloo", len(worlds), processes, folder, timeout_s)
 
@@ -144,7 +194,7 @@ def ended(
     return outcome.outputs
 
 
-def _outcome(backend: str, size: int, processes: Sequence[subprocess.Popen], folder: Path, timeout_s: float) -> Outcome:
+def _outcome(backend: str, size: int, processes: Sequence[Process], folder: Path, timeout_s: float) -> Outcome:
     _wait(processes, timeout_s)
     codes = tuple(process.poll() for process in processes)
     _kill(processes)
@@ -169,7 +219,8 @@ def _environment() -> dict[str, str]:
 def _start_mpi(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(size)]
     files = [f"-outfile-pattern={folder}/%r.out", f"-errfile-pattern={folder}/%r.err"]
-    return [_start([*mpiexec, *files, *command], folder / "mpiexec", env)]
+    python = [sys.executable, *STRICT, *command]
+    return [_start([*mpiexec, *files, *python], folder / "mpiexec", env)]
 
 
 def _worlds(size: int) -> list[dict[str, str]]:
@@ -179,8 +230,42 @@ def _worlds(size: int) -> list[dict[str, str]]:
 
 def _start_gloo(
     worlds: Sequence[Mapping[str, str]], command: Sequence[str], folder: Path, env: dict[str, str]
-) -> list[subprocess.Popen]:
-    return [_start(command, folder / str(rank), {**world, **env}) for rank, world in enumerate(worlds)]
+) -> list[Process]:
+    return [_start_rank(command, folder / str(rank), {**world, **env}) for rank, world in enumerate(worlds)]
+
+
+def _start_rank(command: Sequence[str], output: Path, env: dict[str, str]) -> Process:
+    usual = _environment()
+    names = [name for name in usual | env if name.startswith(READ_AT_IMPORT)]
+    if any(env.get(name) != usual.get(name) for name in names):
+        return _start([sys.executable, *STRICT, *command], output, env)
+    with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
+        request = fork_server.Request(command, env)
+        return Forked(*fork_server.start(_server(), request, out.fileno(), err.fileno()))
+
+
+@cache
+def _server() -> str:
+    """The path of this process's fork server, which starts at the first call and ends with this process."""
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "forks"
+    # A fork copies one thread only, so that the server must have no other: NumPy's library starts some.
+    env = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, *STRICT, fork_server.__file__, str(path)]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    owner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    while owner.connect_ex(str(path)):
+        if process.poll() is not None:
+            raise RuntimeError(f"the fork server ended with code {process.returncode}")
+        time.sleep(0.05)
+
+    def end() -> None:
+        owner.close()
+        process.wait()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return str(path)
 
 
 def _start(command: Sequence[str], output: Path, env: dict[str, str]) -> subprocess.Popen:
@@ -196,7 +281,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+def _wait(processes: Sequence[Process], seconds: float) -> None:
     end = time.monotonic() + seconds
     for process in processes:
         try:
@@ -205,7 +290,7 @@ def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> None:
             return
 
 
-def _kill(processes: Sequence[subprocess.Popen]) -> None:
+def _kill(processes: Sequence[Process]) -> None:
     """Ends what still runs: mpiexec ends its ranks when asked to; what does not hear is killed."""
     _signal(processes, lambda process: process.terminate())
     _wait(processes, END_S)
@@ -213,7 +298,7 @@ def _kill(processes: Sequence[subprocess.Popen]) -> None:
     _wait(processes, END_S)
 
 
-def _signal(processes: Sequence[subprocess.Popen], send: Callable[[subprocess.Popen], None]) -> None:
+def _signal(processes: Sequence[Process], send: Callable[[Process], None]) -> None:
     for process in processes:
         if process.poll() is None:
             send(process)

@@ -17,28 +17,43 @@ from bench.workload import read
 ROOT = Path(__file__).parents[1]
 SHARDS = ("None", "'optimizer'", "'state'")
 ONE = Machine("gpu", "NVIDIA H200", 1, int(126e9), "2.30.7", quick=False)
-FEW_S = 300  # a busy machine takes four times as long as an idle one
+LAST_RESORT_S = 3000
 
 
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory):
-    """What all parts print and find: those of one process in one run, and those of ranks in another one beside it."""
-    folder = tmp_path_factory.mktemp("gpu")
+def every_part(test):
+    """Marks a test that rehearses all parts."""
+    return pytest.mark.ranks(pytest.mark.slow(test))
+
+
+def rehearse(folder, *halves):
+    """What some parts of bench/gpu.py print and find; each half is a run of its own, next to the others."""
     # One device, and no launcher's word, whatever pytest was started with.
     env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     command = [sys.executable, "bench/gpu.py", "--quick", "--parts"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    printed, said = "", {}
-    halves = [[name for name, part in gpu.PARTS.items() if part.alone is alone] for alone in (True, False)]
+    printed, results = "", {}
     files = [folder / f"{names[0]}.json" for names in halves]
     commands = [[*command, *names, "--out", str(file)] for names, file in zip(halves, files)]
     with ending([subprocess.Popen(words, cwd=ROOT, env=env, **pipes) for words in commands]) as jobs:
         for job, file in zip(jobs, files):
-            printed = job.communicate(timeout=FEW_S)[0]
+            printed = job.communicate(timeout=LAST_RESORT_S)[0]
             assert job.returncode == 0, printed
-            said |= json.loads(file.read_text())
-    assert set(said) == {"machine", *gpu.PARTS}
-    return printed, said
+            results |= json.loads(file.read_text())
+    assert set(results) == {"machine", *(name for names in halves for name in names)}
+    return printed, results
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """All parts: those of one process in one run, and those of ranks in another."""
+    halves = [[name for name, part in gpu.PARTS.items() if part.alone is alone] for alone in (True, False)]
+    return rehearse(tmp_path_factory.mktemp("gpu"), *halves)
+
+
+@pytest.fixture(scope="module")
+def packing(tmp_path_factory):
+    """The shortest part, for the default tier."""
+    return rehearse(tmp_path_factory.mktemp("packing"), ["packing"])
 
 
 def figures(rehearsed, name):
@@ -52,7 +67,7 @@ def figures(rehearsed, name):
 ### Each part
 
 
-@pytest.mark.ranks
+@every_part
 def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(rehearsed):
     found = figures(rehearsed, "same")
     assert {name.partition(":")[0] for name in found} == {"mlp", "resnet", "gpt", "bert", "scanned"}
@@ -64,7 +79,7 @@ def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(
         assert one["plain_again"]["bits_equal"] and 0 < one["plain_with_rows_reversed"]["way"] <= 1e-3
 
 
-@pytest.mark.ranks
+@every_part
 def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehearsed):
     (one,) = figures(rehearsed, "ranks").values()
     assert one["ranks"] == 2 and one["backend"] == "gloo"
@@ -78,12 +93,10 @@ def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehea
     assert ahead["target"] == "h100:2"
 
 
-@pytest.mark.ranks
-def test_the_times_of_a_step_by_hand_of_packing_and_of_an_estimate_are_there(rehearsed):
+@every_part
+def test_the_times_of_a_step_by_hand_and_of_an_estimate_are_there(rehearsed):
     for one in figures(rehearsed, "cost").values():
         assert one["fddp / by hand"]["median"] > 0 and abs(one["extra_memory_in_gradients"]) < 1
-    for one in figures(rehearsed, "packing").values():
-        assert one["MiB"] > 0 and one["copy_bytes_per_s"] > 0 and one["pack / copy"]["median"] > 0
     estimates = figures(rehearsed, "estimate")
     # Three kernels and 16 rows: two operations a product, three products each but for the first input's gradient.
     products = 2 * 16 * (3 * (16 * 32 + 32 * 32 + 32 * 8) - 16 * 32)
@@ -91,7 +104,7 @@ def test_the_times_of_a_step_by_hand_of_packing_and_of_an_estimate_are_there(reh
     assert all(one["measured / estimated"] > 1 for one in estimates.values())
 
 
-@pytest.mark.ranks
+@every_part
 def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
     found = figures(rehearsed, "memory")
     whole, moments, all_of_it = (found[f"mlp:tiny:16, shard={shard}"] for shard in SHARDS)
@@ -102,7 +115,7 @@ def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
     assert ahead == sorted(ahead, reverse=True) and len(set(ahead)) == 3
 
 
-@pytest.mark.ranks
+@every_part
 def test_ranks_of_every_launcher_train_together(rehearsed):
     found = figures(rehearsed, "launchers")
     assert {"fddp.launch", "python -m fddp run", "srun's variables, one GPU a task"} <= set(found)
@@ -111,15 +124,21 @@ def test_ranks_of_every_launcher_train_together(rehearsed):
         assert [(rank["rank"], rank["mean"]) for rank in one["ranks"]] == [(0, 0.5), (1, 0.5)]
 
 
-@pytest.mark.ranks
+@every_part
 def test_scanned_layers_are_timed_with_the_option_of_xla_and_without(rehearsed):
     (one,) = figures(rehearsed, "scanned").values()
     assert all(one[way]["median_ms"] > 0 and one[way]["program"]["collectives"] for way in ("on", "off"))
 
 
 @pytest.mark.ranks
-def test_a_rehearsal_says_that_it_is_none_of_a_gpu(rehearsed):
-    printed, said = rehearsed
+def test_packing_is_timed_next_to_a_copy(packing):
+    for one in figures(packing, "packing").values():
+        assert one["MiB"] > 0 and one["copy_bytes_per_s"] > 0 and one["pack / copy"]["median"] > 0
+
+
+@pytest.mark.ranks
+def test_a_rehearsal_says_that_it_is_none_of_a_gpu(packing):
+    printed, said = packing
     assert printed.startswith("No GPU was found") and not said["machine"]["gpus"]
     assert "CPUs, in a rehearsal" in printed.splitlines()[-1]
 

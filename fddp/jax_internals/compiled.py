@@ -1,33 +1,38 @@
-"""Compiled programs that another process of this host runs."""
+"""Programs that this process compiles and does not run: another process does, or they are only read."""
 
+import math
 import os
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
+from jax import export
+from jax._src import config
+
+
+def compile_to_read(lowered: Any, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compiles a program whose text or memory is read, such as one for GPUs that are not here.
+
+    JAX would write it into its compilation cache and warn at each later run that it cannot be loaded.
+    """
+    with config.persistent_cache_min_compile_time_secs(math.inf):
+        return lowered.compile(compiler_options=options)
 
 
 def packed(f: Callable[..., Any], *forms: Any) -> bytes:
-    """Compiles a function for this host's CPU, for another process to run. Relies on `jax.experimental`.
+    """Exports a function of lists of arrays, for another process to compile for its CPU.
 
-    Args:
-      f: the function.
-      *forms: its arguments' forms.
-
-    Returns:
-      The program, to be read on this host by the same version of JAX.
+    A compiled program would not do: XLA:CPU packs no code of a program that it has read from JAX's compilation cache.
     """
-    with jax.default_device(host_cpu()):
-        return pickle.dumps(serialize_executable.serialize(jax.jit(f).lower(*forms).compile()))
+    return bytes(export.export(jax.jit(f), platforms=["cpu"])(*forms).serialize())
 
 
 def unpacked(program: bytes) -> Callable[..., Any]:
-    """Loads what `packed` made, in whatever process of the same host."""
-    return serialize_executable.deserialize_and_load(
-        *pickle.loads(program), backend="cpu", execution_devices=[host_cpu()]
-    )
+    """Compiles an exported function for the CPU."""
+    exported = export.deserialize(bytearray(program))
+    args, kwargs = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    with jax.default_device(host_cpu()):
+        return jax.jit(exported.call).lower(*args, **kwargs).compile()
 
 
 def host_cpu() -> Any:

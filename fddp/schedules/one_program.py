@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
+from fddp.jax_internals import compile_to_read
 from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.footprint import Footprint
@@ -101,7 +102,7 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
         return program.lower(state, pending, shards, memory, group.placement.feed(rows))
 
     def footprint(*given: Any) -> Footprint | None:
-        return of_one_program(lower(*given).compile())
+        return of_one_program(compile_to_read(lower(*given)))
 
     return Runner(run, lower, None, make, footprint)
 

@@ -9,6 +9,7 @@ import jax
 
 from fddp.comm import Group, Placement
 from fddp.hooks import Memory
+from fddp.jax_internals import compile_to_read
 from fddp.schedules.ahead_of_time import Late
 from fddp.schedules.footprint import Footprint, Moment, Planned, footprint
 from fddp.schedules.programs import Prepared
@@ -82,7 +83,7 @@ def of_one_program(program: jax.stages.Compiled) -> Footprint | None:
 
 def _memory(program: Any) -> Any:
     """The memory of a program, if it is known for which arguments it is compiled."""
-    compiled = program.lowered.compile() if isinstance(program, Late) else program
+    compiled = compile_to_read(program.lowered) if isinstance(program, Late) else program
     return compiled.memory_analysis() if isinstance(compiled, jax.stages.Compiled) else None
 
 

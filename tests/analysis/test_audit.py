@@ -161,8 +161,9 @@ def test_several_hosts_are_compiled_for_too():
 
 
 @aot
-def test_buckets_that_xla_orders_are_messages_of_their_own_too():
-    audit = look(plain_mlp(256), "a100:8", schedule="unordered", bucket_cap_mb=0)
+@on_both_targets
+def test_buckets_that_xla_orders_are_messages_of_their_own_too(target):
+    audit = look(plain_mlp(256), target, schedule="unordered", bucket_cap_mb=0)
     assert sorted(map(str, audit.carries)) == sorted(audit.messages) == [f"bucket {k}" for k in range(4)]
     assert all(collective.asynchronous for collective in audit.collectives)
 
@@ -205,7 +206,9 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 
 
 @aot
-@pytest.mark.parametrize(("name", "target"), [("mlp", "h100:8"), ("mlp", "a100:8"), ("gpt", "h100:8")])
+@pytest.mark.parametrize(
+    ("name", "target"), [("mlp", "h100:8"), pytest.param("mlp", "a100:8", marks=slow), ("gpt", "h100:8")]
+)
 def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     module, model, rows, _ = MODELS[name]
     one = workload(module, model, rows * 8)
@@ -333,6 +336,7 @@ def test_no_more_than_two_layers_of_a_scan_are_whole():
 
 
 @aot
+@slow
 def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
     """The order that fddp gives to its messages makes some leave early without it, too."""
     one = plain_mlp(512)

@@ -79,7 +79,7 @@ def test_a_choice_is_printed_with_what_train_step_takes():
     ("name", "target"),
     [
         ("mlp", "h100:8"),
-        ("mlp", "a100:8"),
+        pytest.param("mlp", "a100:8", marks=pytest.mark.slow),
         ("one layer of bert", "h100:8"),
         pytest.param("scanned layers", "a100:2x8", marks=pytest.mark.slow),
     ],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim
+from on_ranks.claims import claim, schedules
 from problems import RATE, rows, square
 
 import fddp
@@ -18,7 +18,7 @@ def keep_mean(w: Any, x: Any, *, model_state: Any) -> Any:
 
 @claim()
 def rank_0s_buffers_are_everybodys(group: fddp.Group):
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule)
         state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(2**30), "seen": jnp.float32(group.rank + 5)})
         assert float(state.model_state["seen"]) == 5
@@ -29,7 +29,7 @@ def rank_0s_buffers_are_everybodys(group: fddp.Group):
 
 @claim()
 def without_broadcast_every_rank_keeps_its_buffers(group: fddp.Group):
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule, broadcast_buffers=False)
         state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)})
         for number in range(2):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim
+from on_ranks.claims import claim, schedules
 from problems import RATE, rows, square
 from trees import close
 
@@ -89,7 +89,7 @@ def holds(group: fddp.Group, loss: Any) -> None:
         rows = {name: draw.normal(size=(ROWS * group.size, 6)) for name in ("image", "text")}
         mine = jax.tree.map(lambda x: x[ROWS * group.rank :][:ROWS], rows)
         value, grads = jax.jit(jax.value_and_grad(partial(loss, axis=None)))(params, rows)
-        for schedule in SCHEDULES:
+        for schedule in schedules(group, SCHEDULES):
             own = partial(loss, axis=group.axis_name)
             f = fddp.value_and_grad(own, group=group, schedule=schedule, bucket_cap_mb=0)
             got, found = f(params, mine)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim, error_of, same_on_all_ranks
+from on_ranks.claims import claim, error_of, same_on_all_ranks, schedules
 from problems import product, pull, rows
 
 import fddp
@@ -17,7 +17,7 @@ import fddp
 def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group: fddp.Group):
     last = group.rank == group.size - 1
     says = "its gradient of " if last else "the mean gradients are not finite" if group.rank == 0 else None
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = pull(group, schedule=schedule, skip_nonfinite=True)
         state = step.init(np.float32(0))
         with redirect_stderr(io.StringIO()) as told:
@@ -50,7 +50,7 @@ def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
     half = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32), jnp.float16)
     optimizer = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5), initial=2.0**14)
     x = rows(1, 16) if group.rank == group.size - 1 else rows(1, 1)
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         options = {"group": group, "schedule": schedule, "accumulation_steps": 2, "donate": False}
         step = fddp.train_step(half, optimizer, **options)
         before = step.init(np.float32(0.25))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim, on_the_wire, same_on_all_ranks
+from on_ranks.claims import claim, on_the_wire, same_on_all_ranks, schedules
 from trees import close
 
 import fddp
@@ -36,7 +36,7 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
     for hook, dtype, by in ((hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, group.size)):
         rounded = (parts(group) / by).astype(dtype).astype(np.float32).sum(0)
         mean = by * rounded.astype(dtype).astype(np.float32) / group.size
-        for schedule in SCHEDULES:
+        for schedule in schedules(group):
             state, info = pulled(group, hook, schedule=schedule)
             np.testing.assert_allclose(state.params, -mean, rtol=1e-6, atol=2e-3 * float(jnp.finfo(dtype).eps))
             # Half of the 4-byte words, and loss and weight beside them.
@@ -47,7 +47,7 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
 @claim(quick=("gloo",))
 def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
     mean = parts(group).mean(0)
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         state, info = pulled(group, hooks.quantize(block=8), steps=8, schedule=schedule)
         np.testing.assert_allclose(state.params, -8 * mean, atol=0.05 * np.abs(mean).max() * 8)
         blocks = -(-WIDTH // 8 // group.size) * group.size  # each rank adds up equally many
@@ -61,7 +61,7 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
     largest = np.argsort(-np.abs(rows), axis=1)[:, :3]
     sparse = np.zeros_like(rows)
     np.put_along_axis(sparse, largest, np.take_along_axis(rows, largest, 1), 1)
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         state, info = pulled(group, hooks.topk(3 / WIDTH), schedule=schedule)
         np.testing.assert_allclose(state.params, -sparse.sum(0) / group.size, rtol=1e-5)
         assert int(info.sent[0]) == 3 * 8 * (group.size - 1)
@@ -129,7 +129,7 @@ def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fdd
     rows = np.random.default_rng(6).normal(size=(group.size, 6, 4)).astype(np.float32)
     loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
     hook = hooks.powersgd(4, start_step=1, min_compression_rate=0)
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule)
         state = step.init(np.zeros((6, 4), np.float32))
         sent = []

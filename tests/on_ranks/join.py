@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim, error_of
+from on_ranks.claims import claim, error_of, schedules
 from problems import RATE, pull, rows, square
 
 import fddp
@@ -20,7 +20,7 @@ def uneven(group: fddp.Group) -> list[np.ndarray]:
 
 @claim()
 def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group):
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         by_all, by_active = ([], [])
         for taken, option in ((by_all, True), (by_active, False)):
             step = pull(group, schedule=schedule)
@@ -83,7 +83,7 @@ def a_rank_without_data_goes_on_in_the_collectives_of_the_loss(group: fddp.Group
     wanted = 1.0
     for k in range(group.size):  # in step k ranks k, k + 1, … have a batch
         wanted -= RATE * sum(2 * (wanted - (rank - middle)) for rank in range(k, group.size)) / group.size
-    for schedule in ("fused", "staged", "eager"):
+    for schedule in schedules(group, ("fused", "staged", "eager")):
         step = fddp.train_step(centred, optax.sgd(RATE), group=group, schedule=schedule)
         state = step.init(np.float32(1))
         for batch in fddp.join([rows(group.rank)] * (group.rank + 1), group):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of
+from on_ranks.claims import claim, error_of, schedules
 
 import fddp
 
@@ -55,7 +55,7 @@ def targets_that_no_rank_knows_are_named_on_every_rank(group: fddp.Group):
 @claim()
 def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
-    for schedule in ("staged", "fused"):
+    for schedule in schedules(group, ("staged", "fused")):
         step = fddp.train_step(two_layers, optax.sgd(0.1), group=group, schedule=schedule, bucket_cap_mb=0)
         state = step.init(PARAMS)
         found = step.measure(state, [batch] * 2)

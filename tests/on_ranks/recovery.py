@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of
+from on_ranks.claims import claim, error_of, schedules
 
 import fddp
 from fddp.schedules import fused
@@ -151,7 +151,7 @@ def a_rank_that_fails_alone_before_it_sends_may_try_again(group: fddp.Group):
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum((w - x) ** 2)
 
-    for schedule in ("fused", "staged", "after"):
+    for schedule in schedules(group, ("fused", "staged", "after")):
         step = fddp.train_step(loss, optax.sgd(0.5), group=group, schedule=schedule, donate=False)
         state = step.init(jnp.zeros(10))
         for number in (-1, 0, 1):

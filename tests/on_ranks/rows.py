@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim, same_on_all_ranks
+from on_ranks.claims import claim, same_on_all_ranks, schedules
 from problems import RATE, rows, towards_the_mean
 
 import fddp
@@ -15,7 +15,7 @@ import fddp
 @claim()
 def a_shorter_last_batch_on_one_rank_counts_by_its_rows(group: fddp.Group):
     all_rows = [0.0] * 4 * (group.size - 1) + [8.0, 8.0]
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = towards_the_mean(group, schedule=schedule)
         state, _ = step(step.init(jnp.zeros(())), rows(0, 0, 0, 0))
         short = group.rank == group.size - 1
@@ -33,7 +33,7 @@ def later_batches_may_have_unequally_many_rows(group: fddp.Group):
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ w) - 1) ** 2), {"mean": jnp.mean(x)}
 
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         options: dict[str, Any] = {"group": group, "schedule": schedule, "has_aux": True, "accumulation_steps": 2}
         step = fddp.train_step(loss, optax.sgd(RATE), **options)
         state = step.init(np.zeros(3, np.float32))
@@ -57,7 +57,7 @@ def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
     for step_rows in (lookups, more):
         joined = np.concatenate(step_rows)
         np.add.at(expected, joined, -1 / len(joined))
-    for schedule in ("fused", "staged"):
+    for schedule in schedules(group, ("fused", "staged")):
         step = fddp.train_step(
             lambda p, ids: jnp.mean(jnp.sum(p[ids], axis=1)), optax.sgd(1.0), group=group, schedule=schedule
         )

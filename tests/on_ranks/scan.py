@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim
+from on_ranks.claims import claim, schedules
 from trees import close
 
 import fddp
@@ -33,7 +33,7 @@ def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(gr
 def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fddp.Group):
     """Under fused steps in the loops that read them, under staged ones slice by slice."""
     again: Any = {"shard": "state", "reshard_after_forward": True}
-    for schedule in ("fused", "staged"):
+    for schedule in schedules(group, ("fused", "staged")):
         trained_as_by_plain_jax(group, 3, schedule=schedule, **again)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim, error_of, same_on_all_ranks
+from on_ranks.claims import claim, error_of, same_on_all_ranks, schedules
 from problems import RATE, product, pull, rows, square, towards_the_mean
 
 import fddp
@@ -40,7 +40,7 @@ def value_and_grad_takes_the_mean_over_ranks(group: fddp.Group):
 @claim()
 def inside_a_context_of_64_bits_a_step_trains_in_64_bits(group: fddp.Group):
     third = 1 / 3 + np.arange(group.size)  # exact in no float32
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         with jax.enable_x64(True):
             step = towards_the_mean(group, schedule=schedule)
             state, info = step(step.init(np.zeros(())), third[group.rank :][:1])
@@ -60,7 +60,7 @@ def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
     tokens = np.arange(group.size) + 1.0
     values = 10.0 ** np.arange(group.size)
     loss = lambda w, x: fddp.Weighted(jnp.mean(w * x[:, 0]), x[0, 1])  # noqa: E731
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = pull(group, loss, schedule=schedule)
         batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
         state, _ = step(step.init(np.float32(0)), batch)
@@ -81,7 +81,7 @@ def no_sync_waits_for_the_next_step(group: fddp.Group):
 def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
     extra_args: Any = optax.GradientTransformationExtraArgs
     seen = extra_args(lambda params: jnp.zeros(()), lambda updates, state, params=None, *, value, **_: (updates, value))
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = fddp.train_step(product, seen, group=group, schedule=schedule)
         state, _ = step(step.init(np.float32(2)), rows(1 + group.rank))
         np.testing.assert_allclose(state.opt_state, 1 + group.size, rtol=1e-6)
@@ -93,7 +93,7 @@ def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
 
 @claim()
 def parameters_in_bfloat16_are_trained(group: fddp.Group):
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = towards_the_mean(group, schedule=schedule)
         state, info = step(step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None])
         assert state.params.dtype == jnp.bfloat16
@@ -111,7 +111,7 @@ def parameters_without_a_gradient_stay(group: fddp.Group):
 
 @claim()
 def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = towards_the_mean(group, schedule=schedule)
         state = step.init(jnp.zeros(()))
         later, _ = step(state, rows(group.rank))
@@ -127,7 +127,7 @@ def two_subgroups_train_apart(group: fddp.Group):
     """Two pairs, or a pair and one that is alone; each starts from its own first rank."""
     ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
     mine = group.subgroup(ranks)
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = towards_the_mean(mine, schedule=schedule)
         state, info = step(step.init(jnp.float32(group.rank)), rows(group.rank))
         assert float(state.params) == np.mean(ranks), schedule
@@ -150,7 +150,7 @@ def two_jobs_of_one_group_do_not_meet(group: fddp.Group):
 @claim()
 def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fddp.Group):
     for options in ({}, {"hook": fddp.hooks.bf16()}):
-        for schedule in ("staged", "after"):
+        for schedule in schedules(group, ("staged", "after")):
             step = towards_the_mean(group, schedule=schedule, **options)
             state, mine = step.init(np.zeros(())), jax.device_put(rows(group.rank))
             state, _ = step(state, mine)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import SCHEDULES, claim, on_the_wire, same_on_all_ranks
+from on_ranks.claims import claim, on_the_wire, same_on_all_ranks, schedules
 from problems import pull, rows
 
 import fddp
@@ -17,7 +17,7 @@ def a_leaf_is_left_alone_where_no_rank_uses_it_and_reduced_where_one_does(group:
     names = ("a", "b") if group.rank == 0 else ("b",)
     loss = lambda p, x: sum(jnp.mean(p[name] * x) for name in names)  # noqa: E731
     params = {name: np.ones(2, np.float32) for name in "abc"}
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         # With weight decay a zero gradient would move c.
         decay = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0, momentum=0.9))
         options = {"group": group, "find_unused_parameters": True, "schedule": schedule}
@@ -55,7 +55,7 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
         return total / len(x), jnp.sum(kept * 1.0)
 
     params = {f"w{k}": np.zeros(width, np.float32) for k in range(4)}
-    for schedule in SCHEDULES:
+    for schedule in schedules(group):
         step = fddp.train_step(
             loss, optax.sgd(1.0), group=group, has_aux=True, schedule=schedule, bucket_cap_mb=0,
             find_unused_parameters=True, skip_all_reduce_unused_params=True,

@@ -61,6 +61,24 @@ NO_OPTIMIZERS = {"schedule_free_eval_params"}  # reads parameters off a state
 WITH_VALUE = {"polyak_sgd", "momo", "momo_adam", "reduce_on_plateau"}
 
 
+# One of each kind in the default tier: element by element, a norm, the loss, several states of
+# parameters, one optimizer inside of another, the random, and one that reads two dtypes apart.
+OF_EACH_KIND = {
+    "adam",
+    "lamb",
+    "reduce_on_plateau",
+    "schedule_free",
+    "mechanize",
+    "noisy_sgd",
+    "split_real_and_imaginary",
+    "muon",
+    "adafactor",
+    "sm3",
+    "momo",
+    "sam",
+}
+
+
 def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - 0.3) ** 2)
 
@@ -103,7 +121,13 @@ def over_replicas(
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(MAKERS.keys() - REFUSED - NO_OPTIMIZERS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in OF_EACH_KIND else [pytest.mark.slow])
+        for name in sorted(MAKERS.keys() - REFUSED - NO_OPTIMIZERS)
+    ],
+)
 def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
     assert not all(np.array_equal(x, PARAMS[leaf]) for leaf, x in expected(name).items())
     close(over_replicas(group, made(name), PARAMS).params, expected(name))

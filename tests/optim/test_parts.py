@@ -76,6 +76,23 @@ REFUSED: dict[str, tuple[Make, dict[str, str]]] = {
 }
 
 
+# One of each kind in the default tier: element by element, a norm, one that counts, and one with
+# parameters in its state; at home: a factored one, a matrix, and a norm of all that is made at home.
+OF_EACH_KIND = {
+    "adam",
+    "adamw, masked",
+    "lamb",
+    "clip_by_global_norm",
+    "apply_if_finite",
+    "MultiSteps",
+    "contrib.prodigy",
+    "contrib.schedule_free_adamw",
+    "adafactor",
+    "contrib.muon",
+    "noisy_sgd",
+}
+
+
 def problem() -> tuple[Any, list[Any]]:
     """Parameters, none of whose sizes the ranks divide, and gradients for some steps."""
     draw = np.random.default_rng(0)
@@ -85,7 +102,11 @@ def problem() -> tuple[Any, list[Any]]:
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("make", "home"), [*((make, {}) for make in CUT.values()), *AT_HOME.values()], ids=[*CUT, *AT_HOME]
+    ("make", "home"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in OF_EACH_KIND else [pytest.mark.slow])
+        for name, case in [*((name, (make, {})) for name, make in CUT.items()), *AT_HOME.items()]
+    ],
 )
 def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str, str]):
     with jax.enable_x64(True):

@@ -21,13 +21,20 @@ each_by_one(["a"], lambda number: (print("claimed", flush=True), sys.stdin.readl
 """
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[str]:
-    """A compilation cache of JAX that processes have in common."""
+@pytest.fixture(autouse=True)
+def no_cache() -> Iterator[None]:
+    """The suite's own compilation cache is set aside."""
     before: Any = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield str(tmp_path)
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def cache(no_cache: None, tmp_path: Path) -> str:
+    """A compilation cache of JAX that processes have in common."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    return str(tmp_path)
 
 
 @contextmanager

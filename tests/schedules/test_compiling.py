@@ -19,6 +19,7 @@ from fddp.schedules.compiling import first_call
 
 ROWS = np.ones((8, 4), np.float32)
 PARAMS = {"first": np.ones((4, 3), np.float32), "second": np.ones(3, np.float32)}
+pytestmark = pytest.mark.usefixtures("uncached")
 MODULE = import_module("fddp.schedules.compiling")  # a function of the room has its name
 
 

@@ -1,4 +1,4 @@
-"""Claims about the staged schedule on one process; several are in test_train_step and test_on_ranks."""
+"""Claims about the staged schedule on one process; several are in test_train_step and on_ranks/."""
 
 import gc
 import logging

@@ -11,7 +11,7 @@ from bench.drawn_shards import draw_shards
 
 pytestmark = pytest.mark.steps
 MANY = 300
-FEW = range(12)
+FEW = range(3)
 
 
 # optax.MultiSteps casts sums of complex gradients so.

@@ -52,6 +52,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
+# In the default tier: element by element, a norm, an owner of whole leaves, and two states in turns.
+OF_EACH_KIND = [(3, "momentum"), (3, "adamw, clipped"), (5, "lamb"), (2, "muon, clipped"), (3, "MultiSteps")]
+
+
 def loss_fn(p: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] + p["b"] - p["s"]) ** 2) + jnp.sum(p["empty"])
 
@@ -70,7 +74,14 @@ def plain(optimizer: optax.GradientTransformation, steps: int) -> tuple[Any, Any
 @both
 @pytest.mark.parametrize(
     ("n", "name"),
-    [*((3, name) for name in OPTIMIZERS), *((n, "lamb") for n in (1, 5)), *((n, "muon, clipped") for n in (1, 2, 4))],
+    [
+        pytest.param(*case, marks=[] if case in OF_EACH_KIND else [pytest.mark.slow])
+        for case in [
+            *((3, name) for name in OPTIMIZERS),
+            *((n, "lamb") for n in (1, 5)),
+            *((n, "muon, clipped") for n in (1, 2, 4)),
+        ]
+    ],
 )
 def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: str, shard: Any):
     make = OPTIMIZERS[name]

@@ -16,6 +16,7 @@ from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.targets import Target
 from fddp.buckets import whole_forms
 from fddp.hlo import find_collectives, parse
+from fddp.jax_internals import compile_to_read
 from fddp.losses import Value
 from fddp.schedules import Timeline
 from fddp.step import TrainState, with_trained
@@ -72,7 +73,7 @@ def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -
         ways |= {way + HIDING: (program, {FLAG: True}) for way, program in programs.items()}
 
     def compiled(way: str, program: Any, options: dict[str, Any]) -> Plain:
-        module = parse(program.lower(*held, rows).compile(compiler_options=options).as_text() or "")
+        module = parse(compile_to_read(program.lower(*held, rows), options).as_text() or "")
         found = find_collectives(module)
         timeline = estimate(module, found, target)
         return Plain(way, len(found), sum(one.asynchronous for one in found), timeline)

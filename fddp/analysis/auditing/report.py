@@ -21,6 +21,7 @@ from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.hlo import Collective, Module, find_collectives, parse, work
+from fddp.jax_internals import compile_to_read
 from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
 from fddp.step import TrainState, footprint
@@ -189,7 +190,7 @@ def audit(
             "an audit reads XLA's collectives, and MPI's are calls that it cannot look into; give a target, "
             "fddp.audit(…, target='h100:8'), or use backend 'gloo'."
         )
-    compiled = step.lower(state, batch).compile()
+    compiled = compile_to_read(step.lower(state, batch))
     module = parse(compiled.as_text() or "")
     collectives = find_collectives(module)
     within = within_replicas(collectives, step.group.placement)

@@ -17,6 +17,7 @@ from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, Caps
 from fddp.comm import verify
 from fddp.hlo import find_collectives, parse
+from fddp.jax_internals import compile_to_read
 from fddp.schedules import Timeline
 from fddp.step import ScheduleName
 from fddp.training import TrainStep
@@ -126,7 +127,7 @@ class OnTarget(NamedTuple):
 
     def timeline(self) -> Timeline:
         """Compiles the step, and estimates when it would compute and communicate."""
-        module = parse(self.step.lower(self.state, self.batch).compile().as_text() or "")
+        module = parse(compile_to_read(self.step.lower(self.state, self.batch)).as_text() or "")
         return estimate(module, find_collectives(module), self.target)
 
     def __str__(self) -> str:
