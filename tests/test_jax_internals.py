@@ -552,9 +552,32 @@ def test_a_profile_is_read_where_warnings_are_errors(tmp_path):
     """)
 
 
+@pytest.mark.ranks
+def test_a_packed_program_runs_in_another_process_though_jaxs_cache_has_it(tmp_path: Path):
+    """XLA packs no code of a program that it has read from the cache."""
+    run_python(f"""
+        import jax, jax.numpy as jnp
+        from pathlib import Path
+        from fddp import jax_internals as internals
+
+        jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        f = lambda x, y: [jnp.where(x > 0, x + y, y)]
+        form = jax.ShapeDtypeStruct((4,), "float32")
+        jax.jit(f).lower(form, form).compile()
+        for _ in range(2):
+            jax.clear_caches()
+            program = internals.packed(f, form, form)
+        Path({str(tmp_path / "program")!r}).write_bytes(program)
+    """)
+    program = internals.unpacked((tmp_path / "program").read_bytes())
+    x = np.array([1, -1, 2, -2], np.float32)
+    np.testing.assert_array_equal(program(x, x)[0], [2, -1, 4, -2])
+
+
 def run_python(script: str) -> None:
     """Runs a script in a process of its own, for which warnings are errors."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"

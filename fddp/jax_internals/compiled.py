@@ -2,12 +2,14 @@
 
 import math
 import os
+import pickle
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import export
 from jax._src import config
+from jax.experimental import serialize_executable
 
 
 def compile_to_read(lowered: Any, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
@@ -20,19 +22,26 @@ def compile_to_read(lowered: Any, options: dict[str, Any] | None = None) -> jax.
 
 
 def packed(f: Callable[..., Any], *forms: Any) -> bytes:
-    """Exports a function of lists of arrays, for another process to compile for its CPU.
+    """Compiles a function for this host's CPU, for another process to run. Relies on `jax.experimental`.
 
-    A compiled program would not do: XLA:CPU packs no code of a program that it has read from JAX's compilation cache.
+    XLA:CPU packs no code of a program that it has read from JAX's compilation cache: the name is new
+    each time, so that the cache does not have it.
     """
-    return bytes(export.export(jax.jit(f), platforms=["cpu"])(*forms).serialize())
+
+    def program(*args: Any) -> Any:
+        return f(*args)
+
+    program.__name__ = f"packed_{secrets.token_hex(8)}"
+    with jax.default_device(host_cpu()):
+        compiled = compile_to_read(jax.jit(program).lower(*forms))
+    return pickle.dumps(serialize_executable.serialize(compiled))
 
 
 def unpacked(program: bytes) -> Callable[..., Any]:
-    """Compiles an exported function for the CPU."""
-    exported = export.deserialize(bytearray(program))
-    args, kwargs = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    with jax.default_device(host_cpu()):
-        return jax.jit(exported.call).lower(*args, **kwargs).compile()
+    """Loads what `packed` made, in whatever process of the same host."""
+    return serialize_executable.deserialize_and_load(
+        *pickle.loads(program), backend="cpu", execution_devices=[host_cpu()]
+    )
 
 
 def host_cpu() -> Any:

@@ -36,7 +36,7 @@ class Job(NamedTuple):
     islands: int
     shared: SharedParams
     add: bytes
-    """The programs of `Merging`, exported."""
+    """The programs of `Merging`, compiled."""
     step: bytes
     token: str
     """Only those who know it are heard."""

@@ -34,11 +34,15 @@ aot, slow = pytest.mark.aot, pytest.mark.slow
 MODELS = {
     "mlp": (mlp, mlp.PRESETS["1024"], 256, {"bucket_cap_mb": 4}),
     "gpt": (gpt, gpt.PRESETS["bytes"], 16, {"bucket_cap_mb": 1}),
+    "two layers of gpt": (gpt, gpt.PRESETS["bytes"].clone(layers=2), 16, {"bucket_cap_mb": 0.5}),
     "three layers of bert": (bert, bert.PRESETS["base"].clone(layers=3), 8, {}),
     "bert": (bert, bert.PRESETS["base"], 8, {}),
     "resnet": (resnet, resnet.PRESETS["50"], 16, {}),
 }
-TRANSFORMERS = ["gpt", *(pytest.param(name, marks=slow) for name in ("three layers of bert", "bert"))]
+TRANSFORMERS = [
+    "two layers of gpt",
+    *(pytest.param(name, marks=slow) for name in ("gpt", "three layers of bert", "bert")),
+]
 on_both_targets = pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
 
 
@@ -128,7 +132,7 @@ def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end
 
 @aot
 @pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
-@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=slow)])
+@pytest.mark.parametrize("name", ["two layers of gpt", *(pytest.param(name, marks=slow) for name in ("gpt", "bert"))])
 def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(name, target):
     """No sum comes back whole but that of loss and metrics."""
     module, model, rows, options = MODELS[name]
@@ -140,7 +144,7 @@ def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(
     gathers, scatters = audit.collectives[:count], audit.collectives[count + 1 :]
     assert all(collective.asynchronous for collective in (*gathers, *scatters))
     # What the first layer needs has no layer before it: BERT's three embeddings, the GPT's one.
-    first = {"gpt": 1, "bert": 3}[name]
+    first = 3 if name == "bert" else 1
     assert all(collective.heavy > 0 for collective in gathers[first:])
     assert all(collective.heavy > 0 for collective in scatters[:-first])
 
@@ -168,17 +172,22 @@ def test_buckets_that_xla_orders_are_messages_of_their_own_too(target):
     assert all(collective.asynchronous for collective in audit.collectives)
 
 
+@cache
+def audited_with_batch_norm():
+    resnet_tiny = workload(resnet, resnet.PRESETS["tiny"], 16)
+    step, state = resnet_tiny.step(read_target("h100:2").group())
+    return resnet_tiny, fddp.audit(step, state, resnet_tiny.batch, "h100:2", beside="jit")
+
+
 @aot
 @pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
 def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
     """No mean over rows is sent: only gradients, and two scalars."""
-    one = workload(resnet, resnet.PRESETS["tiny"], 16)
-    step, state = one.step(read_target("h100:2").group())
-    audit = fddp.audit(step, state, one.batch, "h100:2", beside="jit")
+    resnet_tiny, audit = audited_with_batch_norm()
     (plain,) = [plain for plain in audit.beside if plain.way == name]
     sent = sum(span.nbytes for span in plain.timeline.communication)
-    trained = sum(x.size for x in jax.tree.leaves(one.params))
-    statistics = sum(x.size for x in jax.tree.leaves(one.model_state))
+    trained = sum(x.size for x in jax.tree.leaves(resnet_tiny.params))
+    statistics = sum(x.size for x in jax.tree.leaves(resnet_tiny.model_state))
     # XLA finds one gradient of 16 numbers in another.
     assert 4 * (trained - 16) <= sent <= 4 * (trained + 2) < 4 * (trained + statistics)
 
@@ -207,7 +216,13 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 
 @aot
 @pytest.mark.parametrize(
-    ("name", "target"), [("mlp", "h100:8"), pytest.param("mlp", "a100:8", marks=slow), ("gpt", "h100:8")]
+    ("name", "target"),
+    [
+        ("mlp", "h100:8"),
+        ("two layers of gpt", "h100:8"),
+        pytest.param("mlp", "a100:8", marks=slow),
+        pytest.param("gpt", "h100:8", marks=slow),
+    ],
 )
 def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     module, model, rows, _ = MODELS[name]
@@ -347,8 +362,18 @@ def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("target", [None, pytest.param("h100:2", marks=aot)])
-@pytest.mark.parametrize("hook", [None, fddp.hooks.bf16(), fddp.hooks.quantize()], ids=repr)
+@pytest.mark.parametrize(
+    ("target", "hook"),
+    [
+        (None, None),
+        (None, fddp.hooks.quantize()),
+        pytest.param("h100:2", fddp.hooks.bf16(), marks=aot),
+        pytest.param(None, fddp.hooks.bf16(), marks=slow),
+        pytest.param("h100:2", None, marks=[aot, slow]),
+        pytest.param("h100:2", fddp.hooks.quantize(), marks=[aot, slow]),
+    ],
+    ids=repr,
+)
 def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(group, target, hook):
     replicas = group(2) if target is None else read_target(target).group()
     params = {name: np.ones((64, 64), np.float32) for name in "ab"}
@@ -709,7 +734,7 @@ def test_an_all_to_all_is_no_merged_bucket(group):
 @aot
 def test_the_memory_of_a_step_is_told_before_it_runs():
     """AdamW: three numbers for each parameter, of which eight replicas share two, or all."""
-    module, model, _, options = MODELS["gpt"]
+    module, model, _, options = MODELS["two layers of gpt"]
     given = workload(module, model, 8 * 8)
     numbers = sum(x.size for x in jax.tree.leaves(given.params))
     peaks = []

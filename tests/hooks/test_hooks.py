@@ -429,7 +429,7 @@ def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
     return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
 
 
-@pytest.mark.parametrize("hook", tier(FINITE, "none", "allreduce", "fp16", "quantize", "topk", "powersgd", "starting"))
+@pytest.mark.parametrize("hook", tier(FINITE, "none", "fp16", "quantize", "powersgd"))
 def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotten(group, x64, hook):
     params = zeros(*FLOATS)
     options: Any = {"group": group(REPLICAS), "hook": hook, "donate": False}
@@ -460,7 +460,10 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
 
 
 @SCHEDULES
-@pytest.mark.parametrize("name", ["quantize", "topk", "powersgd", "starting"])
+@pytest.mark.parametrize(
+    "name",
+    ["quantize", "starting", *(pytest.param(x, marks=pytest.mark.slow) for x in ("topk", "powersgd"))],
+)
 def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
     options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
     optimizer = fddp.dynamic_scale(optax.adam(0.1), initial=4.0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
+from tiers import crossed
 
 from fddp.jaxpr.used import statically_used
 from fddp.jaxpr.used_at_run_time import tracked
@@ -249,7 +250,7 @@ def test_used_is_what_a_path_leads_from(name, t):
 
 @pytest.mark.steps
 @pytest.mark.parametrize("name,t", CHOICES)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"])
 def test_values_and_gradients_are_the_plain_functions_own(name, t, wrap):
     f = with_aux(CASES[name][0], t)
     (loss, aux), grads = wrap(jax.value_and_grad(f, has_aux=True))(LEAVES)
@@ -387,8 +388,7 @@ SPREAD = ["no_path", "cond", "cond_in_scan", "cond_in_remat_in_scan_in_jit", "co
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("name", SPREAD)
+@crossed(name=SPREAD, check_vma=[False, True])
 def test_inside_shard_map_each_replica_has_its_own(name, check_vma):
     mesh, shared = Mesh(np.array(jax.devices()[:2]), "replica"), PartitionSpec()
     loss, uses = CASES[name]

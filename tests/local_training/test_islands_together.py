@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed
 from trees import close, same_bits
 
 import fddp
@@ -75,8 +76,7 @@ def trained(group: fddp.Group, local: Any, inner: Any = None, **options: Any) ->
     return state, sent
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("method", OUTER)
+@crossed(method=list(OUTER), way=WAYS)
 def test_two_islands_of_two_are_what_a_loop_over_islands_does(group: Groups, x64: None, method: str, way: Any):
     rate, momentum, nesterov = OUTER[method]
     outer = optax.sgd(rate, momentum=momentum or None, nesterov=nesterov)

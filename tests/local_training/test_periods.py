@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed, few
 from trees import close
 
 import fddp
@@ -211,8 +212,7 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
 ### Three levels
 
 
-@pytest.mark.parametrize("node", [2, 3], ids=["a divisor", "no divisor"])
-@pytest.mark.parametrize("delay", [0, 1])
+@crossed(node={"a divisor": 2, "no divisor": 3}, delay=[0, 1])
 def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     group: Groups, x64: None, node: int, delay: int
 ):
@@ -223,7 +223,7 @@ def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     close(state.params["w"].parts.reshape(4, 3, 5), np.stack([one["w"] for one in hand[0]]), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@few("way", WAYS, {"whole", "state"})
 def test_islands_of_a_node_average_parameters_of_the_same_place(group: Groups, x64: None, way: Any):
     local: Any = {"every": {"params": 6, "node": 2, "nu": 4}}
     state, _ = trained(group(8).hierarchical(4), {**local, "island": 2}, **way)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from on_ranks.collectives import LOSSES, ROWS, clip, normalized
+from tiers import crossed
 from trees import close
 
 import fddp
@@ -22,9 +23,7 @@ def batch(replicas: int) -> Any:
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("schedule", ["staged", "eager"])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("loss", LOSSES)
+@crossed(loss={loss.__name__: loss for loss in LOSSES}, replicas=[1, 2, 3, 8], schedule=["staged", "eager"])
 def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, replicas, schedule):
     value, grads = jax.value_and_grad(loss)(PARAMS, batch(replicas), None)
     f = fddp.value_and_grad(
@@ -50,9 +49,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("options", "schedule"),
     [
-        (options, schedule)
-        for options in OPTIONS
-        for schedule in ("staged", "eager")
+        pytest.param(options, schedule, marks=[pytest.mark.slow] if (k + late) % 2 else [])
+        for k, options in enumerate(OPTIONS)
+        for late, schedule in enumerate(("eager", "staged"))
         if (options, schedule) != ({"shard": "optimizer"}, "eager")  # which is refused
     ],
     ids=str,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed
 
 import fddp
 from fddp import hooks
@@ -281,9 +282,7 @@ def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, op
     np.testing.assert_array_equal(state.params["b"], np.ones(2))
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
-@pytest.mark.parametrize("options", [{}, {"hook": hooks.bf16()}], ids=["plain", "hook"])
+@crossed(options={"plain": {}, "hook": {"hook": hooks.bf16()}}, schedule=["fused", "staged", "after"], n=[1, 2])
 def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, options):
     step = fddp.train_step(
         lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group(n), schedule=schedule, **options

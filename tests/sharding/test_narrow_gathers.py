@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed
 from trees import close, same_bits
 
 import fddp
@@ -103,8 +104,7 @@ def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Gr
     assert whole - sent in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
 
 
-@pytest.mark.parametrize("nodes", [None, 2], ids=["at once", "in nodes"])
-@pytest.mark.parametrize("schedule", ["fused", "staged"])
+@crossed(schedule=["fused", "staged"], nodes={"at once": None, "in nodes": 2})
 def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule: Any, nodes: Any):
     replicas = group(6).hierarchical(nodes) if nodes else group(2)
     loss = fddp.mixed_precision(scanned, jnp.bfloat16)
@@ -119,9 +119,7 @@ def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule
     assert LAYERS * layer <= whole - sent <= 2 * LAYERS * layer
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("params", [PARAMS, STACK], ids=["layers", "a stack"])
+@crossed(params={"layers": PARAMS, "a stack": STACK}, schedule=["fused", "staged"], way=WAYS)
 def test_in_nodes_scatters_take_fewer_bits_and_lose_nothing_of_small_integers(
     group: Groups, params: Any, schedule: Any, way: Any
 ):

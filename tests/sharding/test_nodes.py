@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed
 from trees import close
 from workers.crosswise import does
 
@@ -65,10 +66,8 @@ def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tu
     return step, state, info
 
 
-@each_way
-@pytest.mark.parametrize(
-    ("n", "local", "options"),
-    [
+@crossed(
+    case=[
         (4, 2, {}),
         (4, 2, {"schedule": "staged"}),
         (4, 2, {"schedule": "after", "accumulation_steps": 3}),
@@ -77,8 +76,10 @@ def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tu
         (8, 4, {"accumulation_steps": 2}),
         (8, 2, {"schedule": "staged"}),
     ],
+    way=WAYS,
 )
-def test_training_in_nodes_is_training(group: Groups, x64: None, n: int, local: int, options: Any, way: Any):
+def test_training_in_nodes_is_training(group: Groups, x64: None, case: Any, way: Any):
+    n, local, options = case
     _, state, _ = trained(group(n).hierarchical(local), clipped, 3, **way, **options)
     whole = fddp.whole(state)
     close((whole.params, whole.opt_state), plain(clipped, 3), rtol=0, atol=1e-10)

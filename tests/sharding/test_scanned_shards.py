@@ -83,29 +83,38 @@ def slices(step: fddp.TrainStep) -> list[str]:
     return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
 
 
-def case(n: int, shard: str, schedule: str, inner: str = "plainly", optimizer: str = "adamw", **options: Any) -> Any:
+def case(
+    n: int,
+    shard: str,
+    schedule: str,
+    inner: str = "plainly",
+    optimizer: str = "adamw",
+    slow: bool = False,
+    **options: Any,
+) -> Any:
     name = " ".join([f"{n}", shard, schedule, inner, optimizer, *options])
-    return pytest.param(n, shard, schedule, inner, optimizer, options, id=name)
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(n, shard, schedule, inner, optimizer, options, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("n", "shard", "schedule", "inner", "optimizer", "options"),
     [
         case(2, "optimizer", "staged"),
-        case(2, "state", "staged", optimizer="clipped"),
-        case(2, "state", "eager"),
-        case(8, "optimizer", "staged", "in reverse", "clipped"),
+        case(2, "state", "staged", optimizer="clipped", slow=True),
+        case(2, "state", "eager", slow=True),
+        case(8, "optimizer", "staged", "in reverse", "clipped", slow=True),
         case(8, "state", "eager", "in reverse", "clipped"),
         case(3, "optimizer", "staged", "rematerialised whole"),
-        case(3, "state", "eager", "rematerialised whole"),
+        case(3, "state", "eager", "rematerialised whole", slow=True),
         case(3, "state", "staged", "each rematerialised"),
         case(3, "optimizer", "staged", "beside tied parameters", "adafactor"),
         case(2, "state", "eager", "beside tied parameters", "muon"),
-        case(3, "optimizer", "staged", accumulation_steps=2),
+        case(3, "optimizer", "staged", accumulation_steps=2, slow=True),
         case(2, "state", "eager", optimizer="clipped", accumulation_steps=3),
-        case(2, "optimizer", "staged", optimizer="clipped", skip_nonfinite=True),
+        case(2, "optimizer", "staged", optimizer="clipped", skip_nonfinite=True, slow=True),
         case(2, "state", "staged", "each rematerialised", find_unused_parameters=True),
-        case(1, "state", "staged"),
+        case(1, "state", "staged", slow=True),
     ],
 )
 def test_stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(
@@ -155,7 +164,7 @@ def test_a_stack_is_scattered_whole_where_slices_are_of_no_use(group: Groups, n:
     assert not slices(step)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "state"])
+@pytest.mark.parametrize("shard", [pytest.param("optimizer", marks=pytest.mark.slow), "state"])
 def test_slices_are_scattered_by_a_hook_that_sums_each_element_by_itself(group: Groups, x64: None, shard: Any):
     loss = net(INNER["plainly"])
     optimizer = optax.sgd(0.001, momentum=0.9)
@@ -220,7 +229,7 @@ def test_each_slice_is_written_into_memory_that_nobody_reads_later(group: Groups
             assert readers[-1] == task.name, value
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "state"])
+@pytest.mark.parametrize("shard", [pytest.param("optimizer", marks=pytest.mark.slow), "state"])
 def test_a_checkpoint_of_a_stack_goes_on_on_other_numbers_of_replicas_and_whole(
     group: Groups, tmp_path: Path, x64: None, shard: Any
 ):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed
 from trees import same_arrays, same_bits
 
 import fddp
@@ -56,15 +57,13 @@ def step_of(group: fddp.Group, optimizer: Any = None, **options: Any) -> fddp.Tr
     return fddp.train_step(loss_fn, optimizer or optax.adam(0.1), group=group, **options)
 
 
-@SHARDS
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@crossed(n=[8, 1, 2, 3], shard=["state", None, "optimizer"])
 def test_a_function_makes_the_state_of_its_arrays_bit_for_bit(group: Groups, n: int, shard: Any):
     step = step_of(group(n), shard=shard)
     same_arrays(step.init(make), step.init(jax.jit(make)()))
 
 
-@SHARDS
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@crossed(name=list(OPTIMIZERS), shard=[None, "optimizer", "state"])
 def test_an_optimizer_that_looks_at_parameters_sees_those_of_the_function(group: Groups, name: str, shard: Any):
     step = step_of(group(3), OPTIMIZERS[name](), shard=shard)
     state = step.init(make)
