@@ -12,6 +12,7 @@ import pytest
 
 from bench import beside, hosts
 from bench.jobs import start
+from bench.mutants import KINDS, NEAREST, ROOT, Mutant, applies, read_mutants
 from bench.problems import BACKWARD_S, ELEMENTS, FORWARD_S, LAYERS, waiting
 from bench.record import saved, with_table
 
@@ -45,6 +46,28 @@ def test_the_list_of_what_needs_emulated_hosts_is_complete():
     uses = re.compile(r"^from bench\.(two_hosts import|turns import .*take_turns)", re.MULTILINE)
     need = {name for name in QUESTIONS if uses.search((BENCH / f"{name}.py").read_text())}
     assert set(re.findall(r"`(\w+)`", told)) == need
+
+
+def test_each_of_60_mutants_applies_and_changes_one_line_of_its_package():
+    mutants = read_mutants()
+    wrong = {mutant.name: faults for mutant in mutants if (faults := faults_of(mutant))}
+    assert (len(mutants), wrong) == (60, {})
+
+
+def faults_of(mutant: Mutant) -> list[str]:
+    """What is wrong with a patch in tests/mutants/."""
+    text = mutant.patch.read_text()
+    files = re.findall(r"^\+\+\+ b/(.*)$", text, re.MULTILINE)
+    changes = [re.findall(rf"^\{sign}(?!\{sign}\{sign} )", text, re.MULTILINE) for sign in "-+"]
+    right = {
+        "it does not apply": applies(mutant.patch, ROOT, check=True),
+        "it changes not one line": [len(some) for some in changes] == [1, 1],
+        "it changes another package": all(x.startswith(f"fddp/{mutant.package}/") for x in files),
+        "no tests are near": mutant.package in NEAREST,
+        "its kind is none": mutant.kind in KINDS,
+        "it says not in a sentence what is wrong": mutant.fault.endswith("."),
+    }
+    return [words for words, holds in right.items() if not holds]
 
 
 def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means():
