@@ -59,11 +59,10 @@ def with_dropout(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2), (mean, jnp.mean(x))
 
 
-def by_plain_jax(loss: Any, optimizer: optax.GradientTransformation, params: Any, batch: Any, steps: int) -> Any:
-    """Parameters and the optimizer's state after some steps of plain JAX with one joined batch."""
-    params = jax.tree.map(jnp.asarray, params)
-    opt_state = optimizer.init(params)
-    for _ in range(steps):
-        updates, opt_state = optimizer.update(jax.grad(loss)(params, batch), opt_state, params)
-        params = optax.apply_updates(params, updates)
-    return params, opt_state
+def of_fast(lookahead: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Lookahead, which expects gradients of the fast parameters alone, for those of all parameters."""
+
+    def fast(grads: Any, _: Any) -> Any:
+        return grads.fast
+
+    return optax.chain(optax.stateless(fast), lookahead)

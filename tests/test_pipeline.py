@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from truth import by_plain_jax
 from workers.trainings import Result, relative_error
 
 import fddp
@@ -59,19 +60,9 @@ def trained(replicas: int, stages: int, micro_batches: int) -> tuple[Any, Any, A
 @cache
 def alone() -> Result:
     """Where plain JAX arrives, on one device and without stages."""
-
-    @jax.jit
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        (loss, _), grads = jax.value_and_grad(gpt.loss_fn(MODEL), has_aux=True)(params, batch)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    params, losses = start(), []
-    opt_state = OPTIMIZER.init(params)
-    for batch in BATCHES:
-        params, opt_state, loss = step(params, opt_state, batch)
-        losses.append(loss)
-    return jax.device_get(Result(params, None, losses))
+    loss = gpt.loss_fn(MODEL)
+    result = by_plain_jax(lambda params, batch: loss(params, batch)[0], OPTIMIZER, start(), BATCHES)
+    return jax.device_get(Result(result.params, None, result.losses))
 
 
 def by_layers(params: Any) -> Any:

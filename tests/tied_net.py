@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from truth import by_plain_jax
 
 TOKENS = np.random.default_rng(9).integers(0, 7, size=(12, 5), dtype=np.int32)
+ADAM = optax.adam(0.05)
 
 
 def tied_params(layers: int) -> Any:
@@ -32,9 +34,5 @@ def tied_net(params: Any, tokens: Any) -> jax.Array:
 
 def plain(first: Any, steps: int) -> Any:
     """The parameters after so many steps of Adam, the k-th on the tokens rolled by k."""
-    params, state = jax.tree.map(jnp.asarray, first), optax.adam(0.05).init(first)
-    for k in range(steps):
-        grads = jax.grad(tied_net)(params, np.roll(TOKENS, k, axis=0))
-        updates, state = optax.adam(0.05).update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+    batches = [np.roll(TOKENS, k, axis=0) for k in range(steps)]
+    return by_plain_jax(tied_net, ADAM, first, batches).params

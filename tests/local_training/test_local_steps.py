@@ -12,7 +12,8 @@ import optax
 import pytest
 import trees
 from every_schedule import SCHEDULES
-from problems import layer
+from problems import layer, of_fast
+from truth import by_plain_jax
 
 import fddp
 
@@ -150,13 +151,12 @@ def test_one_replica_is_lookahead(group: Groups, x64: None):
     inner, rows = optax.sgd(0.1, momentum=0.9), ROWS[:, :4]
     step = fddp.train_step(layer, fddp.local_steps(inner, outer=optax.sgd(0.5), every=3), group=group(1))
     state = step.init(PARAMS)
-    lookahead = optax.lookahead(inner, sync_period=3, slow_step_size=0.5)
-    both: Any = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, PARAMS))
-    moments = lookahead.init(both)
     for k in range(9):
         state, _ = step(state, rows[k])
-        updates, moments = lookahead.update(jax.grad(layer)(both.fast, rows[k]), moments, both)
-        both = optax.apply_updates(both, updates)
+    lookahead = optax.lookahead(inner, sync_period=3, slow_step_size=0.5)
+    start = optax.LookaheadParams.init_synced(PARAMS)
+    ahead = lambda params, x: layer(params.fast, x)  # noqa: E731
+    both = by_plain_jax(ahead, of_fast(lookahead), start, rows[:9]).params
     close(state.opt_state.shared, both.slow)
     close(fddp.whole(state.params, group=group(1)), both.fast)
 
@@ -402,10 +402,8 @@ def test_parameters_of_32_bits_synchronize_while_jax_goes_on_in_64(group: Groups
     state = step.init(params)
     for k in range(3):
         state, _ = step(state, ROWS[k].astype(np.float32))
-    own = [jax.tree.map(jnp.asarray, params) for _ in range(2)]
-    for k in range(3):
-        for r, rows in enumerate(np.split(ROWS[k].astype(np.float32), 2)):
-            own[r] = jax.tree.map(lambda p, g: p - 0.1 * g, own[r], jax.grad(layer)(own[r], rows))
+    halves = np.split(ROWS[:3].astype(np.float32), 2, axis=1)
+    own = [by_plain_jax(layer, optax.sgd(0.1), params, rows).params for rows in halves]
     close(state.opt_state.shared, jax.tree.map(lambda *x: np.mean(x, axis=0), *own), rtol=1e-5)
 
 

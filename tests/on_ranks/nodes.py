@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, same_on_all_ranks
-from problems import by_plain_jax, layer
+from problems import layer
+from truth import by_plain_jax
 
 import fddp
 
@@ -29,7 +30,7 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
     mine = np.split(batch, group.processes)[group.rank]
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
-    expected, opt_state = by_plain_jax(layer, optimizer, PARAMS, batch, 3)
+    expected, opt_state, *_ = by_plain_jax(layer, optimizer, PARAMS, [batch] * 3)
     nodes = group.hierarchical(local=2)
     for schedule, shard, micro_batches, again in WAYS:
         options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}

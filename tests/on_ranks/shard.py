@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, error_of, same_on_all_ranks
-from problems import by_plain_jax, layer, square
+from problems import layer, square
+from truth import by_plain_jax
 
 import fddp
 
@@ -18,7 +19,7 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
     mine = batch.reshape(group.size, -1, 3)[group.rank]
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
-    expected, opt_state = by_plain_jax(layer, optimizer, params, batch, 3)
+    expected, opt_state, *_ = by_plain_jax(layer, optimizer, params, [batch] * 3)
     ways = (
         ("fused", "optimizer", 1, False),
         ("staged", "optimizer", 4, False),
@@ -85,11 +86,7 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.05, weight_decay=0.1))
     jax.config.update("jax_enable_x64", True)  # the threads of a step are to know it, too
     try:
-        expected = jax.tree.map(jnp.asarray, params)
-        opt_state = optimizer.init(expected)
-        for _ in range(2):
-            updates, opt_state = optimizer.update(jax.grad(loss)(expected, batch), opt_state, expected)
-            expected = optax.apply_updates(expected, updates)
+        expected, opt_state, *_ = by_plain_jax(loss, optimizer, params, [batch] * 2)
         for schedule, shard in (("fused", "optimizer"), ("staged", "state"), ("after", "optimizer")):
             options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
             step = fddp.train_step(loss, optimizer, group=group, **options)

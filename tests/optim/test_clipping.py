@@ -14,6 +14,7 @@ import pytest
 import trees
 from every_schedule import SCHEDULES
 from problems import first_column
+from truth import by_plain_jax
 
 import fddp
 
@@ -40,17 +41,7 @@ def norm(tree: Any) -> float:
 
 def alone(optimizer: optax.GradientTransformation) -> list[Any]:
     """Parameters after each step of one replica on the joined batches."""
-
-    @jax.jit
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        updates, opt_state = optimizer.update(jax.grad(first_column)(params, x), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state, history = PARAMS, optimizer.init(PARAMS), []
-    for x in ROWS:
-        params, opt_state = step(params, opt_state, x)
-        history.append(params)
-    return history
+    return by_plain_jax(first_column, optimizer, PARAMS, ROWS).history
 
 
 @cache

@@ -1,5 +1,6 @@
 """A loss's collectives travel between stages, and the step is that of one device on the joined batch, in float64."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import pytest
 from on_ranks.collectives import LOSSES, ROWS, clip, normalized
 from tiers import crossed
 from trees import close
+from truth import by_plain_jax
 
 import fddp
 
 DRAW = np.random.default_rng(0)
 PARAMS = {name: DRAW.normal(size=(6, 6)) for name in ("image", "text", "first", "second")}
+JOINED = partial(normalized, axis=None)
 
 
 def batch(replicas: int) -> Any:
@@ -71,12 +74,13 @@ def test_collectives_of_a_loss_go_with_other_options(group, x64, options, schedu
         state, _ = step(state, rows_of(turn))
     count = options.get("accumulation_steps", 1)
 
-    def loss(params: Any, rows: Any) -> jax.Array:
+    def by_parts(x: Any) -> Any:
         # Replica r has rows 6r … 6r + 5; its micro-batches lie one behind the other.
-        parts = jax.tree.map(lambda x: x.reshape(2, count, -1, 6).swapaxes(0, 1).reshape(count, -1, 6), rows)
-        return jnp.mean(jax.vmap(lambda part: normalized(params, part, None))(parts))
+        return x.reshape(2, count, -1, 6).swapaxes(0, 1).reshape(-1, 6)
 
-    close(fddp.whole(state.params), by_hand(loss, optimizer, [rows_of(turn) for turn in range(3)]))
+    batches = [jax.tree.map(by_parts, rows_of(turn)) for turn in range(3)]
+    expected = by_plain_jax(JOINED, optimizer, PARAMS, batches, parts=count).params
+    close(fddp.whole(state.params), expected)
 
 
 @pytest.mark.steps
@@ -89,24 +93,13 @@ def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64, sch
     state, _ = step.no_sync(step.init(PARAMS), rows_of(0))
     state, _ = step(state, rows_of(1))
 
-    def loss(params: Any, rows: Any) -> jax.Array:
-        return (normalized(params, rows_of(0), None) + normalized(params, rows, None)) / 2
-
-    close(state.params, by_hand(loss, optimizer, [rows_of(1)]))
+    batch = jax.tree.map(lambda *x: np.concatenate(x), rows_of(0), rows_of(1))
+    close(state.params, by_plain_jax(JOINED, optimizer, PARAMS, [batch], parts=2).params)
 
 
 def rows_of(turn: int) -> Any:
     draw = np.random.default_rng(100 + turn)
     return {name: draw.normal(size=(2 * ROWS, 6)) for name in ("image", "text")}
-
-
-def by_hand(loss: Any, optimizer: Any, batches: list[Any]) -> Any:
-    params: Any = jax.tree.map(jnp.asarray, PARAMS)
-    state = optimizer.init(params)
-    for rows in batches:
-        updates, state = optimizer.update(jax.grad(loss)(params, rows), state, params)
-        params = optax.apply_updates(params, updates)
-    return params
 
 
 @pytest.mark.steps

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_scanned_shards import CAP, INNER, LAYERS, SLICES, WIDTH, by_plain_jax, layer, net, slices, trained, weights
+from test_scanned_shards import CAP, INNER, LAYERS, SLICES, WIDTH, layer, net, plain, slices, trained, weights
 from trees import close
 
 import fddp
@@ -77,7 +77,7 @@ def test_layers_that_a_loop_gathers_are_trained_as_by_plain_jax(group: Groups, x
     step = shared(group(n), ALONE[inner], optax.adamw(0.05))
     state = fddp.whole(trained(step, 2), group=group(n))
     assert max(bucket.rounds for bucket in step.plan.buckets) == LAYERS
-    close((state.params, state.opt_state), by_plain_jax(net(ALONE[inner]), optax.adamw(0.05), 2))
+    close((state.params, state.opt_state), plain(net(ALONE[inner]), optax.adamw(0.05), 2))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_stack_that_more_reads_than_a_loop_over_its_layers_comes_whole(
     group: Groups, x64: None, inner: Any, loops: int
 ):
     state = fddp.whole(trained(shared(group(3), inner, optax.adamw(0.05)), 2), group=group(3))
-    close(state.params, by_plain_jax(net(inner), optax.adamw(0.05), 2)[0])
+    close(state.params, plain(net(inner), optax.adamw(0.05), 2)[0])
     assert gathering_loops(program(shared(group(3), inner, optax.adamw(0.05)))) == loops
 
 
@@ -173,7 +173,7 @@ def test_a_schedule_that_cuts_the_loop_gathers_slices(group: Groups, x64: None, 
     step = shared(group(n), ALONE[inner], optax.adamw(0.05), "staged")
     state = fddp.whole(trained(step, 2), group=group(n))
     assert sorted(slices(step)) == SLICES
-    close((state.params, state.opt_state), by_plain_jax(net(ALONE[inner]), optax.adamw(0.05), 2))
+    close((state.params, state.opt_state), plain(net(ALONE[inner]), optax.adamw(0.05), 2))
 
 
 def test_a_slice_is_gathered_behind_the_one_before_it_for_each_pass(group: Groups, x64: None):

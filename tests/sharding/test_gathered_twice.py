@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from every_schedule import SCHEDULES
-from tied_net import TOKENS, plain, tied_net, tied_params
+from tied_net import ADAM, TOKENS, plain, tied_net, tied_params
 from trees import close
+from truth import by_plain_jax
 
 import fddp
 from fddp.buckets import take_apart
@@ -72,16 +72,7 @@ LOSSES = [deep, of_scaled_weights, penalised, rematerialised, looped, branching]
 
 def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
     wanted = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0} | options
-    return fddp.train_step(loss, optax.adam(0.05), group=group, **wanted)
-
-
-def by_plain_jax(loss: Any, steps: int) -> Any:
-    params = jax.tree.map(jnp.asarray, weights())
-    held = optax.adam(0.05).init(params)
-    for k in range(steps):
-        updates, held = optax.adam(0.05).update(jax.grad(loss)(params, ROWS + k), held, params)
-        params = optax.apply_updates(params, updates)
-    return params
+    return fddp.train_step(loss, ADAM, group=group, **wanted)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +94,15 @@ def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, sc
     for k in range(2):
         state, _ = step(state, ROWS + k)
     # A branch is taken by the rows that a replica has; here all have the same sign.
-    close(fddp.whole(state.params), by_plain_jax(loss, 2))
+    expected = by_plain_jax(loss, ADAM, weights(), [ROWS, ROWS + 1]).params
+    close(fddp.whole(state.params), expected)
 
 
 @SCHEDULES
 def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, schedule: str):
     step = again(centred, group(2), schedule=schedule)
     state, _ = step(step.init(weights()), ROWS)
-    one = fddp.train_step(centred, optax.adam(0.05), group=group(1))
+    one = fddp.train_step(centred, ADAM, group=group(1))
     close(fddp.whole(state.params), one(one.init(weights()), ROWS)[0].params)
 
 
@@ -141,7 +133,7 @@ def test_what_is_pending_after_no_sync_is_added(group: Groups, x64: None):
     step = again(deep, group(2))
     state, _ = step.no_sync(step.init(weights()), ROWS[:12])
     state, _ = step(state, ROWS[12:])
-    close(fddp.whole(state.params), by_plain_jax(deep, 1))
+    close(fddp.whole(state.params), by_plain_jax(deep, ADAM, weights(), [ROWS]).params)
 
 
 def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):

@@ -11,6 +11,7 @@ import optax
 import pytest
 from tiers import crossed
 from trees import close
+from truth import by_plain_jax
 from workers.crosswise import does
 
 import fddp
@@ -48,12 +49,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 def plain(optimizer: Any, steps: int) -> Any:
     """Parameters and optimizer's state of plain JAX on the joined batch."""
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = optimizer.init(params)
-    for k in range(steps):
-        updates, state = optimizer.update(jax.grad(loss_fn)(params, ROWS * (k + 1)), state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    return by_plain_jax(loss_fn, optimizer, PARAMS, [ROWS * (k + 1) for k in range(steps)])[:2]
 
 
 def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tuple[Any, Any, Any]:

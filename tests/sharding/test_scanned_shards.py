@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from trees import close
+from truth import by_plain_jax
 
 import fddp
 
@@ -65,18 +66,8 @@ def trained(step: fddp.TrainStep, steps: int = 3) -> fddp.TrainState:
     return state
 
 
-def by_plain_jax(loss: Any, optimizer: optax.GradientTransformation, steps: int = 3) -> tuple[Any, Any]:
-    params = jax.tree.map(jnp.asarray, weights())
-    held = optimizer.init(params)
-
-    @jax.jit
-    def step(params: Any, held: Any, rows: Any) -> tuple[Any, Any]:
-        updates, held = optimizer.update(jax.grad(loss)(params, rows), held, params)
-        return optax.apply_updates(params, updates), held
-
-    for k in range(steps):
-        params, held = step(params, held, ROWS + k)
-    return params, held
+def plain(loss: Any, optimizer: optax.GradientTransformation, steps: int = 3) -> tuple[Any, Any]:
+    return by_plain_jax(loss, optimizer, weights(), [ROWS + k for k in range(steps)])[:2]
 
 
 def slices(step: fddp.TrainStep) -> list[str]:
@@ -125,7 +116,7 @@ def test_stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_j
     step = fddp.train_step(loss, make(), group=group(n), shard=shard, schedule=schedule, bucket_cap_mb=CAP, **options)
     state = fddp.whole(trained(step), group=group(n))
     assert sorted(slices(step)) == SLICES
-    params, held = by_plain_jax(loss, make())
+    params, held = plain(loss, make())
     if "find_unused_parameters" in options:  # such a leaf stays, where plain JAX lets its weight decay
         params["unused"] = weights()["unused"]
     close(state.params, params)
@@ -139,7 +130,7 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(group:
     step = fddp.train_step(loss, optax.adamw(0.05), group=group(n), shard=shard, schedule="fused", bucket_cap_mb=CAP)
     state = fddp.whole(trained(step), group=group(n))
     assert not slices(step)
-    close((state.params, state.opt_state), by_plain_jax(loss, optax.adamw(0.05)))
+    close((state.params, state.opt_state), plain(loss, optax.adamw(0.05)))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +168,7 @@ def test_slices_are_scattered_by_a_hook_that_sums_each_element_by_itself(group: 
         return held
 
     exact = params(fddp.hooks.allreduce())
-    close(exact, by_plain_jax(loss, optimizer)[0])
+    close(exact, plain(loss, optimizer)[0])
     # bfloat16 keeps 8 bits of a gradient.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2**-8), params(fddp.hooks.bf16()), exact)
 
@@ -247,7 +238,7 @@ def test_a_checkpoint_of_a_stack_goes_on_on_other_numbers_of_replicas_and_whole(
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(step.init(weights()))
         state, _ = step(state, ROWS + 1)
-        close(fddp.whole(state, group=group(n)).params, by_plain_jax(net(INNER["plainly"]), optax.adamw(0.05), 2)[0])
+        close(fddp.whole(state, group=group(n)).params, plain(net(INNER["plainly"]), optax.adamw(0.05), 2)[0])
 
 
 def test_what_an_optimizer_keeps_of_a_stack_lies_as_the_stack_does(group: Groups):

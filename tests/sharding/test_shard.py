@@ -13,6 +13,7 @@ import optax
 import pytest
 from every_schedule import SCHEDULES
 from trees import close
+from truth import by_plain_jax
 
 import fddp
 from fddp.buckets import take_apart
@@ -62,13 +63,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 def plain(optimizer: optax.GradientTransformation, steps: int) -> tuple[Any, Any]:
     """Plain JAX on the joined batch: parameters and the optimizer's state."""
-    params, update = jax.tree.map(jnp.asarray, PARAMS), optax.with_extra_args_support(optimizer).update
-    state = optimizer.init(params)
-    for k in range(steps):
-        loss, grads = jax.value_and_grad(loss_fn)(params, ROWS * (k + 1))
-        updates, state = update(grads, state, params, value=loss, grad=grads)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    return by_plain_jax(loss_fn, optimizer, PARAMS, [ROWS * (k + 1) for k in range(steps)])[:2]
 
 
 @both
@@ -185,13 +180,12 @@ def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
     if micro_batches == 1:
         state, _ = step.no_sync(state, ROWS[:12])
         state, _ = step(state, ROWS[12:24])
-        expected = ROWS[:24]
+        joined = ROWS[:24]
     else:
         state, _ = step(state, ROWS)
-        expected = ROWS
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    updates, _ = make().update(jax.grad(loss_fn)(params, expected), make().init(params), params)
-    close(fddp.whole(state, group=group(3)).params, optax.apply_updates(params, updates))
+        joined = ROWS
+    expected = by_plain_jax(loss_fn, make(), PARAMS, [joined]).params
+    close(fddp.whole(state, group=group(3)).params, expected)
 
 
 @both

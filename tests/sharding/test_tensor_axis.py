@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import launch
 from trees import close
+from truth import by_plain_jax
 from workers import parts_in_shards
 
 import fddp
@@ -73,12 +74,8 @@ def trained(state: Any, call: Callable[..., Any]) -> Any:
 
 
 def alone(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
-    params = {name: jnp.asarray(x) for name, x in PARAMS.items() if name != "frozen"}
-    opt_state = optimizer.init(params)
-    for k in range(3):
-        updates, opt_state = optimizer.update(jax.grad(loss_fn)(params, ROWS + k / 10), opt_state, params)
-        params: Any = optax.apply_updates(params, updates)
-    return params, opt_state
+    params = {name: x for name, x in PARAMS.items() if name != "frozen"}
+    return by_plain_jax(loss_fn, optimizer, params, [ROWS + k / 10 for k in range(3)])[:2]
 
 
 def trains_alike(state: Any, expected: tuple[Any, Any]) -> None:
@@ -254,13 +251,8 @@ def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
         "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", timeout_s=60, JAX_NUM_CPU_DEVICES="2"
     )
     assert outcome.succeeded
-    optimizer = optax.adam(0.1)
-    params: Any = {name: jnp.asarray(x, jnp.float32) for name, x in parts_in_shards.START.items()}
-    opt_state = optimizer.init(params)
-    for _ in range(2):
-        grads = jax.grad(parts_in_shards.loss)(params, parts_in_shards.ROWS.astype(np.float32))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+    start, rows = parts_in_shards.START, parts_in_shards.ROWS
+    params = by_plain_jax(parts_in_shards.loss, optax.adam(0.1), start, [rows, rows]).params
     for text in outcome.outputs:
         end, held, *_ = text.splitlines()
         close({name: np.array(x, np.float32) for name, x in json.loads(end).items()}, params, rtol=1e-4, atol=1e-5)

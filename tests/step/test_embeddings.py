@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import trees
+from truth import by_plain_jax
 
 import fddp
 
@@ -36,11 +37,7 @@ def batch_of(rows: int, seed: int) -> Any:
 
 def alone(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
     """Plain JAX on the joined batches."""
-    params, opt_state = jax.tree.map(jnp.asarray, PARAMS), OPTIMIZER.init(PARAMS)
-    for batch in batches:
-        updates, opt_state = OPTIMIZER.update(jax.grad(loss)(params, batch), opt_state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+    return by_plain_jax(loss, OPTIMIZER, PARAMS, batches).params
 
 
 def nbytes(replicas: int, rows: int) -> int:

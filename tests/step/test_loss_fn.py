@@ -16,6 +16,7 @@ import pytest
 import trees
 from every_schedule import SCHEDULES
 from jax.ad_checkpoint import checkpoint_name
+from truth import by_plain_jax
 
 import fddp
 
@@ -258,18 +259,9 @@ def alone(name: str) -> tuple[Any, list[Any]]:
     """Parameters after the last step, and the loss of each, of one replica on the joined batches."""
     loss, params, batches, optimizer = PROGRAMS[name]
     floats, rest = parted(params)
-
-    @jax.jit
-    def step(floats: Any, opt_state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda floats: loss(together(floats, rest), batch))(floats)
-        updates, opt_state = optimizer.update(grads, opt_state, floats)
-        return optax.apply_updates(floats, updates), opt_state, value
-
-    opt_state, losses = optimizer.init(floats), []
-    for batch in batches:
-        floats, opt_state, value = step(floats, opt_state, batch)
-        losses.append(value)
-    return jax.device_get((together(floats, rest), losses))
+    of_floats = lambda floats, batch: loss(together(floats, rest), batch)  # noqa: E731
+    result = by_plain_jax(of_floats, optimizer, floats, batches)
+    return jax.device_get((together(result.params, rest), result.losses))
 
 
 @SCHEDULES
@@ -311,10 +303,9 @@ def test_one_array_at_two_places_of_a_tree_is_two_parameters(group, x64, schedul
     state = step.init(params)
     for x in X:
         state, _ = step(state, x)
-        grads = jax.grad(loss)(params, x)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    close(state.params, params)
-    assert not np.allclose(params["in"], params["out"])
+    expected = by_plain_jax(loss, optax.sgd(0.1), params, X).params
+    close(state.params, expected)
+    assert not np.allclose(expected["in"], expected["out"])
 
 
 ### Two players

@@ -19,6 +19,7 @@ import trees
 from every_schedule import SCHEDULES
 from problems import first_column
 from trees import bits
+from truth import by_plain_jax
 
 import fddp
 from fddp.comm.transport import Hosts
@@ -50,18 +51,10 @@ def shards(x: jax.Array) -> list[Any]:
 @cache
 def alone() -> list[tuple[Any, Any]]:
     """Parameters and loss after each step of one replica on all rows since the last."""
-
-    @jax.jit
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(first_column)(params, x)
-        updates, opt_state = ADAM.update(grads, opt_state)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    params, opt_state, rows, history = PARAMS, ADAM.init(PARAMS), batches(CALLS), []
-    for held in HELD:
-        params, opt_state, loss = step(params, opt_state, np.concatenate([next(rows) for _ in range(held + 1)]))
-        history.append((params, loss))
-    return history
+    rows = batches(CALLS)
+    joined = [np.concatenate([next(rows) for _ in range(held + 1)]) for held in HELD]
+    result = by_plain_jax(first_column, ADAM, PARAMS, joined)
+    return list(zip(result.history, result.losses))
 
 
 @SCHEDULES

@@ -12,6 +12,7 @@ import optax
 import pytest
 from hypothesis import strategies as st
 from trees import close
+from truth import by_plain_jax
 
 import fddp
 
@@ -170,17 +171,10 @@ def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
     state = step.init(params)
     for rows in batches:
         state, _ = step(state, rows)
-    gradients = jax.jit(jax.grad(partial(loss, drawn, None)))
-
-    def plain(params: Any) -> Any:
-        opt_state = optimizer.init(params)
-        for rows in batches:
-            updates, opt_state = optimizer.update(gradients(params, rows), opt_state)
-            params = optax.apply_updates(params, updates)
-        return params
-
-    expected = plain(params)
-    off = plain(jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params))
+    joined = partial(loss, drawn, None)
+    expected = by_plain_jax(joined, optimizer, params, batches).params
+    beside = jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params)
+    off = by_plain_jax(joined, optimizer, beside, batches).params
     apart = max(float(np.max(np.abs(a - b))) for a, b in zip(jax.tree.leaves(off), jax.tree.leaves(expected)))
     close(fddp.whole(state.params), expected, atol=1e-12 + 4 * apart)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from truth import by_plain_jax
 
 import fddp
 from fddp.schedules import ahead_of_time
@@ -91,19 +92,9 @@ def trained(step: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
     return step, jax.device_get(state.params)
 
 
-def by_plain_jax(loss: Any, optimizer: Any, params: Any, steps: int = 3, parts: int = 2) -> Any:
-    def mean(params: Any, rows: Any) -> jax.Array:
-        return jnp.mean(jnp.stack([loss(params, part) for part in jnp.split(rows, parts)]))
-
-    @jax.jit
-    def step(params: Any, state: Any, rows: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(jax.grad(mean)(params, rows), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = optimizer.init(params)
-    for k in range(steps):
-        params, state = step(params, state, ROWS + k)
-    return params
+def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, parts: int = 2) -> Any:
+    batches = [ROWS + k for k in range(steps)]
+    return by_plain_jax(loss, optimizer, params, batches, parts=parts).params
 
 
 def slices(step: Any) -> list[str]:
@@ -127,7 +118,7 @@ def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(group, x
     )
     kernels = [name for name in slices(step) if "kernel" in name]
     assert sorted(kernels) == [f"layers/kernel[{at}]" for at in ("0:2", "2:4", "4:5")]
-    compare(params, by_plain_jax(loss, optimizer, weights()))
+    compare(params, plain(loss, optimizer, weights()))
 
 
 @pytest.mark.steps
@@ -140,7 +131,7 @@ def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices
     options = {"schedule": schedule, "bucket_cap_mb": CAP}
     step, params = trained(fddp.train_step(net(pruned), optax.adamw(0.1), group=group(2), **options), weights())
     assert slices(step)
-    compare(params, by_plain_jax(net(pruned), optax.adamw(0.1), weights()))
+    compare(params, plain(net(pruned), optax.adamw(0.1), weights()))
 
 
 @pytest.mark.steps
@@ -152,7 +143,7 @@ def test_a_stack_of_no_layers_is_trained_beside_others(group, x64):
     _, got = trained(
         fddp.train_step(net(beside), optax.adamw(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP), params
     )
-    compare(got, by_plain_jax(net(beside), optax.adamw(0.1), params))
+    compare(got, plain(net(beside), optax.adamw(0.1), params))
 
 
 @pytest.mark.steps
@@ -188,7 +179,7 @@ def test_slices_go_with_other_options(group, x64, options):
         fddp.train_step(loss, clipped, group=group(2), schedule="staged", bucket_cap_mb=CAP, **options), weights()
     )
     assert slices(step)
-    compare(params, by_plain_jax(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
+    compare(params, plain(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
 
 
 @pytest.mark.steps
@@ -228,7 +219,7 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
     kernels = {name for name in slices(step) if "kernel" in name}
     assert {name.partition("/")[0] for name in kernels} == {"layers", "more", "deep"}  # a loop of one round is whole
     assert {name for name in kernels if "deep" in name} == {f"deep/kernel[{at}]" for at in ("0:1", "1:2", "2:3")}
-    compare(got, by_plain_jax(loss, optax.sgd(0.1), params))
+    compare(got, plain(loss, optax.sgd(0.1), params))
 
 
 @pytest.mark.steps
@@ -257,7 +248,7 @@ def test_an_update_that_mixes_layers_waits_for_all_slices(group, x64):
         fddp.train_step(loss, optimizer, group=group(2), schedule="staged", bucket_cap_mb=CAP), weights()
     )
     assert slices(step)
-    compare(params, by_plain_jax(loss, optimizer, weights()))
+    compare(params, plain(loss, optimizer, weights()))
 
 
 @pytest.mark.steps
@@ -271,7 +262,7 @@ def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):
         if k == 1:  # a user may change it
             doubled = jax.tree.map(lambda x: 2 * x, states[-1].params)
             states[-1] = states[-1]._replace(params=doubled)
-    compare(states[2].params, jax.tree.map(lambda x: 2 * x, by_plain_jax(loss, optax.adam(0.1), weights(), 2)))
+    compare(states[2].params, jax.tree.map(lambda x: 2 * x, plain(loss, optax.adam(0.1), weights(), 2)))
     shapes = [[x.shape for x in jax.tree.leaves(state)] for state in states]
     assert all(shape == shapes[0] for shape in shapes)
     again, _ = step(states[3], ROWS + 3)
@@ -287,7 +278,7 @@ def test_no_sync_adds_up_whole_stacks(group, x64):
         state, _ = step.no_sync(state, ROWS)
         state, _ = step(state, ROWS)
     assert slices(step)
-    compare(jax.device_get(state.params), by_plain_jax(lambda p, rows: loss(p, ROWS), optax.sgd(0.1), weights(), 2))
+    compare(jax.device_get(state.params), plain(lambda p, rows: loss(p, ROWS), optax.sgd(0.1), weights(), 2))
 
 
 @pytest.mark.steps
@@ -313,7 +304,7 @@ def test_flax_layers_under_nn_scan_leave_in_slices(group, x64):
         jax.device_get(params),
     )
     assert any("kernel[" in name for name in slices(step))
-    compare(got, by_plain_jax(loss, optax.adam(0.1), params))
+    compare(got, plain(loss, optax.adam(0.1), params))
 
 
 @pytest.mark.steps

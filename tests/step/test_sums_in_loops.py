@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_scanned_layers import CAP, LAYERS, ROWS, SLICED, by_plain_jax, compare, net, stack, trained, weights
+from test_scanned_layers import CAP, LAYERS, ROWS, SLICED, compare, net, plain, stack, trained, weights
 
 import fddp
 from fddp.hlo import parse, sends, work
@@ -44,7 +44,7 @@ def test_stacked_layers_are_summed_in_their_loop_as_by_plain_jax(group, x64, wri
     step, params = trained(fused(loss, optimizer, group(8)), weights())
     assert in_rounds(step) == {"layers/kernel": LAYERS, "layers/bias": LAYERS}
     assert sums_in_loops(step, weights()) == 1
-    compare(params, by_plain_jax(loss, optimizer, weights(), parts=8))
+    compare(params, plain(loss, optimizer, weights(), parts=8))
 
 
 @pytest.mark.steps
@@ -58,7 +58,7 @@ def test_what_is_pending_or_asked_of_gradients_does_not_keep_sums_out_of_the_loo
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1))
     step, params = trained(fused(loss, optimizer, group(4), **options), weights())
     assert in_rounds(step) and sums_in_loops(step, weights()) == 1
-    compare(params, by_plain_jax(loss, optimizer, weights(), parts=8))
+    compare(params, plain(loss, optimizer, weights(), parts=8))
 
 
 @pytest.mark.steps
@@ -81,7 +81,7 @@ def test_two_loops_over_two_stacks_sum_each_its_own(group, x64):
     step, got = trained(fused(loss, optax.adamw(0.1), group(2)), params)
     assert sorted(set(in_rounds(step).values())) == [3, LAYERS]
     assert sums_in_loops(step, params) == 2
-    compare(got, by_plain_jax(loss, optax.adamw(0.1), params))
+    compare(got, plain(loss, optax.adamw(0.1), params))
 
 
 @pytest.mark.steps
