@@ -39,7 +39,7 @@ QUICK = ("buckets", "data", "evaluation", "hlo", "jaxpr", "losses")
 
 
 def on_ranks(*names: str) -> tuple[str, ...]:
-    """Files of claims, which tests/test_on_ranks.py holds on real processes."""
+    """Files of claims, which tests/test_on_*_ranks.py hold on real processes."""
     return tuple(f"{CLAIMS}{name}.py" for name in names)
 
 
@@ -357,7 +357,7 @@ def claims_of(path: str) -> Tests:
     """Arguments by which pytest selects the claims in a file."""
     text = (ROOT / path).read_text()
     claims = re.findall(r"^@claim\(.*?^def (\w+)", text, re.DOTALL | re.MULTILINE)
-    return ("tests/test_on_ranks.py", "-k", " or ".join(claims))
+    return ("tests/test_on_mpi_ranks.py", "tests/test_on_gloo_ranks.py", "-k", " or ".join(claims))
 
 
 ### Copies

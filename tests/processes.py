@@ -33,6 +33,8 @@ COMPILATION_CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMP
 # Of this process's environment only what finds programs and files: neither its devices nor its launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *COMPILATION_CACHE)
 END_S = 5.0
+# A last resort, ten times what the longest of these jobs takes on a quiet machine.
+JOB_S = 300.0
 # FDDP_GRACE_S where all ranks fail: nobody waits this long, however busy the machine is.
 PATIENT_S = "10"
 # A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves optimizations out;
@@ -138,7 +140,7 @@ def launch(
     script: str | Path,
     *args: object,
     folder: Path,
-    timeout_s: float,
+    timeout_s: float = JOB_S,
     **env: str,
 ) -> Outcome:
     """Runs a worker on so many ranks and waits for its end.
@@ -165,7 +167,11 @@ def launch(
 
 
 def launch_with(
-    worlds: Sequence[Mapping[str, str]], script: str | Path, *args: object, folder: Path, timeout_s: float
+    worlds: Sequence[Mapping[str, str]],
+    script: str | Path,
+    *args: object,
+    folder: Path,
+    timeout_s: float = JOB_S,
 ) -> Outcome:
     """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some other launcher.
 
@@ -188,7 +194,7 @@ def ended(
     folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
 ) -> tuple[str, ...]:
     """What each rank shows of a script that ends badly; no process may go on, and none may end as if all were well."""
-    outcome = launch(backend, size, script, how, folder=folder, timeout_s=30, FDDP_GRACE_S=grace_s)
+    outcome = launch(backend, size, script, how, folder=folder, FDDP_GRACE_S=grace_s)
     assert outcome.ended
     assert 0 not in outcome.codes
     return outcome.outputs

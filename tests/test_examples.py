@@ -172,7 +172,9 @@ def read_until(words: str, process: subprocess.Popen[str]) -> str:
 def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(home: Path):
     example = str(MODELS / "resume.py")
     supervised = (*PYTHON, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--")
-    calm = quick(home, "resume.py", "--folder", "calm", before=supervised)
+    with two_ranks(home, *PYTHON, example, "--quick", "--folder", "calm") as ranks:
+        calm, _ = (rank.communicate(timeout=300)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(calm), calm
     assert "begins after step 0 of 30" in calm and "step 30, loss" in calm
 
     ended = [*PYTHON, example, "--quick", "--folder", "ended"]

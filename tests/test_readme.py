@@ -34,13 +34,13 @@ CHANGES = [
 ]
 
 
-def run(script: str, size: int, folder: Path) -> list[str]:
-    """What each of `size` MPI ranks prints."""
-    path = folder / "script.py"
-    path.write_text(script)
-    outcome = launch("mpi", size, str(path), folder=folder, timeout_s=120)
-    assert outcome.succeeded, outcome.outputs
-    return [output.strip() for output in outcome.outputs]
+# Runs scripts one after the other, each in a namespace of its own, and separates what they print.
+ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+    print("END")
+"""
 
 
 def run_here(script: str, folder: Path) -> None:
@@ -58,13 +58,28 @@ def side(sign: str, change: str = THE_DIFF) -> str:
 ### README
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each of two ranks of MPI prints, by script: the first one, and the one of the diff."""
+    folder = tmp_path_factory.mktemp("readme")
+    scripts = {"first.py": FIRST, "diff.py": side("+")}
+    for name, script in {"all.py": ALL, **scripts}.items():
+        (folder / name).write_text(script)
+    paths = [folder / name for name in ("all.py", *scripts)]
+    outcome = launch("mpi", 2, *paths, folder=folder)
+    assert outcome.succeeded, outcome.outputs
+    *by_script, errors = zip(*(output.split("END\n") for output in outcome.outputs))
+    assert errors == ("", "")
+    return {name: [text.strip() for text in texts] for name, texts in zip(scripts, by_script)}
+
+
 def test_the_readme_has_at_most_160_lines():
     assert len(README.splitlines()) <= 160
 
 
 @pytest.mark.ranks
-def test_the_first_script_prints_what_the_readme_says(tmp_path):
-    assert run(FIRST, 2, tmp_path) == [PRINTED.strip(), ""]
+def test_the_first_script_prints_what_the_readme_says(printed):
+    assert printed["first.py"] == [PRINTED.strip(), ""]
 
 
 def test_the_first_script_has_at_most_twenty_lines():
@@ -72,10 +87,10 @@ def test_the_first_script_has_at_most_twenty_lines():
 
 
 @pytest.mark.ranks
-def test_a_local_script_and_its_distributed_form_find_the_same_loss(tmp_path, capsys):
+def test_a_local_script_and_its_distributed_form_find_the_same_loss(printed, tmp_path, capsys):
     run_here(side("-"), tmp_path)
     alone = capsys.readouterr().out.strip()
-    assert run(side("+"), 2, tmp_path) == [alone, ""]
+    assert printed["diff.py"] == [alone, ""]
 
 
 def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():

@@ -116,9 +116,15 @@ def test_a_run_that_is_told_to_end_is_saved_after_that_step(
     assert losses(replace(GPT, resume=tmp_path), group(2)) == on_two(group(2))[3:]
 
 
-def test_a_command_that_has_finished_tests_again_what_it_saved(tmp_path: Path):
-    command = (*PYTHON, SCRIPT, "--preset", "tiny", "--steps", "2", "--resume", "saved")
-    first, again = run(*command, cwd=tmp_path), run(*command, cwd=tmp_path)
+def test_a_command_that_has_finished_tests_again_what_it_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    words, printed = ["--preset", "tiny", "--steps", "2", "--resume", "saved"], list[str]()
+    for _ in range(2):
+        train.main(train.read_config(words))
+        printed.append(capsys.readouterr().out)
+    first, again = printed
     line = re.compile(r"test accuracy .*images")
     assert line.findall(again) == line.findall(first) != []
     assert "after step 2 of 2" in again and "after step" not in first

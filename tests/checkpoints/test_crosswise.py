@@ -1,7 +1,8 @@
 """A checkpoint is one and the same on every backend: any number of replicas reads what any other has written."""
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,20 @@ PAIRS = [f"restore:{saved}:{wanted}" for saved in SHARDS for wanted in SHARDS]
 SAVES = [f"save:{shard}" for shard in SHARDS]
 
 
-def on_ranks(backend: str, size: int, folder: Path, out: Path, *words: str) -> dict[str, str]:
-    """What a job finds for each word."""
+def on_ranks(
+    backend: str,
+    size: int,
+    folders: Sequence[Path],
+    out: Path,
+    *words: str,
+) -> Sequence[dict[str, str]]:
+    """A job's digest of each word, for each folder."""
     out.mkdir()
-    outcome = launch(backend, size, "crosswise.py", folder, *words, folder=out, timeout_s=300)
+    paths = os.pathsep.join(map(str, folders))
+    outcome = launch(backend, size, "crosswise.py", paths, *words, folder=out)
     assert outcome.succeeded
-    return dict(re.findall(r"^(\S+:\S+) (\w{64})$", outcome.outputs[0], re.MULTILINE))
+    lines = re.findall(r"^(\S+) (\S+:\S+) (\w{64})$", outcome.outputs[0], re.MULTILINE)
+    return [{word: bits for name, word, bits in lines if name == folder.name} for folder in folders]
 
 
 def as_saved(found: dict[str, str], expected: dict[str, str]) -> None:
@@ -47,9 +56,11 @@ def test_what_some_replicas_save_others_restore_in_all_shards(
 def test_what_ranks_of_a_backend_save_those_of_another_and_devices_restore(
     group: Callable[[int], fddp.Group], tmp_path: Path, one: tuple[str, int], other: tuple[str, int]
 ):
-    expected = on_ranks(*one, tmp_path / "saved", tmp_path / "one", *SAVES)
-    assert set(expected) == set(SAVES)
-    as_saved(on_ranks(*other, tmp_path / "saved", tmp_path / "other", *PAIRS), expected)
-    as_saved({pair: does(group(4), tmp_path / "saved", pair) for pair in PAIRS}, expected)
-    here = {save: does(group(2), tmp_path / "here", save) for save in SAVES}
-    as_saved(on_ranks(*other, tmp_path / "here", tmp_path / "back", *PAIRS), here)
+    saved, here = tmp_path / "saved", tmp_path / "here"
+    (by_ranks,) = on_ranks(*one, [saved], tmp_path / "one", *SAVES)
+    assert set(by_ranks) == set(SAVES)
+    by_devices = {save: does(group(2), here, save) for save in SAVES}
+    restored = on_ranks(*other, [saved, here], tmp_path / "other", *PAIRS)
+    for digests, expected in zip(restored, (by_ranks, by_devices)):
+        as_saved(digests, expected)
+    as_saved({pair: does(group(4), saved, pair) for pair in PAIRS}, by_ranks)

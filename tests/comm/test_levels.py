@@ -169,7 +169,11 @@ def test_replicas_of_several_devices_are_refused():
 
 ### Processes
 
-CLAIMS = ("sums_over_nodes_first_are_exact_between_programs_and_inside", "every_schedule_adds_over_nodes_first")
+CLAIMS = (
+    "each_device_of_a_process_is_a_replica",
+    "sums_over_nodes_first_are_exact_between_programs_and_inside",
+    "every_schedule_adds_over_nodes_first",
+)
 
 
 @pytest.mark.ranks
@@ -182,7 +186,6 @@ def test_two_nodes_of_two_replicas_sum_over_nodes_first(backend: str, size: int,
         tmp_path,
         *CLAIMS,
         folder=tmp_path,
-        timeout_s=120,
         JAX_NUM_CPU_DEVICES=str(devices),
     )
     assert outcome.succeeded

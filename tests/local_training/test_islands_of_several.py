@@ -64,9 +64,7 @@ def test_two_islands_of_two_with_a_quorum_of_one_do_as_by_hand(
 ):
     (tmp_path / "shared").mkdir()
     env: Any = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_ENABLE_X64": "1"}
-    outcome = launch(
-        backend, size, "islands_of_two.py", tmp_path / "shared", *cases, folder=tmp_path, timeout_s=200, **env
-    )
+    outcome = launch(backend, size, "islands_of_two.py", tmp_path / "shared", *cases, folder=tmp_path, **env)
     assert outcome.succeeded
     for output in outcome.outputs:
         told = json.loads(next(line for line in output.splitlines() if line.startswith("{")))

@@ -27,6 +27,22 @@ def the_group_knows_its_place(group: fddp.Group):
 
 
 @claim()
+def ranks_of_mpiexec_take_mpi_and_those_of_fddps_variables_gloo(group: fddp.Group):
+    assert group.backend == ("gloo" if "FDDP_RANK" in os.environ else "mpi")
+
+
+@claim()
+def each_device_of_a_process_is_a_replica(group: fddp.Group):
+    assert group.size == group.processes * jax.local_device_count()
+
+
+@claim(backends=("mpi",))
+def the_world_of_mpi_cannot_be_left_and_every_rank_says_why(group: fddp.Group):
+    assert "backend 'mpi' is left when the process ends" in error_of(fddp.shutdown, RuntimeError)
+    assert fddp.init() is group
+
+
+@claim()
 def rank_0_alone_is_main_and_prints(group: fddp.Group):
     with redirect_stdout(io.StringIO()) as shown:
         group.print("size", group.all_reduce(1), sep=" = ")

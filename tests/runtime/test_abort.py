@@ -1,4 +1,7 @@
-"""An error of one rank ends all, and is told once."""
+"""An error of one rank ends all, and is told once.
+
+`test_watcher.py` has ranks that die, leave or are stuck.
+"""
 
 from pathlib import Path
 
@@ -6,25 +9,24 @@ import pytest
 from processes import JOBS, PATIENT_S, case, ended, on
 
 pytestmark = pytest.mark.ranks
-on_every_job = pytest.mark.parametrize("backend, size", [case(job) for job in JOBS])
-on_two_ranks = pytest.mark.parametrize("backend", ["mpi", "gloo"])
+# The job and the rank that fails. Over Gloo rank 0 has the coordination service.
+QUICK = [(("mpi", 3), 2), (("gloo", 2), 0)]
 
 
-@on_every_job
-def test_an_error_on_one_rank_ends_all_and_is_shown(backend: str, size: int, tmp_path: Path):
-    *others, last = ended(tmp_path, backend, "raise", size=size)
-    assert f"fddp: rank {size - 1} of {size} failed:\nTraceback" in last
-    assert f"RuntimeError: rank {size - 1} has had enough" in last
-    assert "Traceback" not in "".join(others), "the others' errors only follow from it"
+@pytest.mark.parametrize(
+    "backend, size, failing",
+    [case(job, failing, slow=(job, failing) not in QUICK) for job in JOBS for failing in (0, job[1] - 1)],
+)
+def test_an_error_on_one_rank_ends_all_and_is_shown(backend: str, size: int, failing: int, tmp_path: Path):
+    outputs = ended(tmp_path, backend, f"raise:{failing}", size=size)
+    assert f"fddp: rank {failing} of {size} failed:\nTraceback" in outputs[failing]
+    assert f"RuntimeError: rank {failing} has had enough" in outputs[failing]
+    others = "".join(text for rank, text in enumerate(outputs) if rank != failing)
+    assert "Traceback" not in others, "the others' errors only follow from it"
 
 
+# On MPI `test_init` has an error of all ranks.
 @on("gloo")
-def test_an_error_on_rank_0_ends_all_and_is_shown(backend: str, tmp_path: Path):
-    first, _ = ended(tmp_path, backend, "raise_on_rank_0")
-    assert "RuntimeError: rank 0 has had enough" in first
-
-
-@on_two_ranks
 def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, tmp_path: Path):
     first, last = ended(tmp_path, backend, "differ", grace_s=PATIENT_S)
     assert first.count("Traceback") == 1
@@ -32,16 +34,6 @@ def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, 
     for text in (first, last):
         assert "float32[1]" in text
         assert "float32[2]" in text
-
-
-@on("mpi")
-def test_sys_exit_on_one_rank_ends_all(backend: str, tmp_path: Path):
-    ended(tmp_path, backend, "exit")
-
-
-@on("mpi")
-def test_a_killed_rank_ends_all(backend: str, tmp_path: Path):
-    ended(tmp_path, backend, "killed")
 
 
 @on("gloo")

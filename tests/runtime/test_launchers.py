@@ -1,12 +1,19 @@
 """Every launcher's environment is read for what it says, and for nothing it does not say."""
 
+import importlib.util
+import os
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fddp
+from fddp.runtime import world
 from fddp.runtime.hints import hints
+from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket, read_launch, spoken
 from fddp.runtime.place import Launch
 from fddp.watching.abort import read_grace
@@ -308,6 +315,100 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
 def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says):
     with pytest.raises(ValueError, match=says):
         read_launch(env)
+
+
+### What `fddp.init` starts
+
+
+def started(env: Mapping[str, str], *, mpi_ranks: int = 1, **arguments: Any) -> tuple[str, Launch]:
+    """The backend and the launch that `fddp.init` starts on CPUs, where mpi4jax is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(env))
+        patch.setattr(importlib.util, "find_spec", lambda name: name)
+        patch.setattr(world, "_started", [])
+        patch.setattr(world, "_has_gpus", lambda: False)
+        patch.setattr(world, "mpi_size", lambda: mpi_ranks)
+        patch.setattr(world, "_start", lambda backend, launch, *_: (backend, launch))
+        start: Any = fddp.init(**arguments)
+    return start
+
+
+@pytest.mark.parametrize(
+    ("env", "backend"),
+    [
+        ({}, "local"),
+        (EXPLICIT, "gloo"),
+        (OPEN_MPI, "mpi"),
+        (HYDRA, "mpi"),
+        (HYDRA_IN_SBATCH, "mpi"),
+        (SLURM, "gloo"),
+        (SRUN_PMI2, "gloo"),
+        (SRUN_PMIX, "gloo"),
+        (SRUN_CRAY, "gloo"),
+        (TORCHRUN, "gloo"),
+        (JAX, "gloo"),
+        (FLUX, "gloo"),
+        (FLUX | {"FDDP_COORDINATOR": "node1:4711"}, "gloo"),
+        (INDEXED | PLACE, "gloo"),
+    ],
+    ids=str,
+)
+def test_only_ranks_of_an_mpiexec_take_mpi_by_themselves(env, backend):
+    assert started(env) == (backend, read_launch(env))
+    assert started(env, backend="mpi") == ("mpi", read_launch(env))
+
+
+def test_arguments_of_init_win_over_variables():
+    arguments = {"rank": 0, "size": 2, "coordinator": "node2:4712"}
+    launch = Launch("fddp.init's arguments", 0, 2, coordinator="node2:4712")
+    for env in (EXPLICIT, SLURM, JAX):
+        assert started(env, **arguments) == ("gloo", launch)
+    _, launch = started(EXPLICIT, coordinator="node2:4712")
+    assert launch == replace(read_launch(EXPLICIT), coordinator="node2:4712")
+
+
+def test_rank_0_alone_says_that_srun_might_start_mpi(capsys):
+    for env, name in ((SRUN_PMI2, "pmi2"), (SRUN_PMIX, "pmix"), (SRUN_CRAY, "cray_shasta")):
+        started(env)
+        assert capsys.readouterr().err == ""
+        started(env | {"SLURM_PROCID": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "PALS_RANKID": "0"})
+        line = "backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there."
+        assert capsys.readouterr().err == f"fddp: srun --mpi={name}: {line}\n"
+
+
+def test_ranks_of_another_mpi_take_gloo_if_they_know_where_to_meet(capsys):
+    meet = {"FDDP_COORDINATOR": "node1:4711"}
+    first = OPEN_MPI | meet | {"OMPI_COMM_WORLD_RANK": "0"}
+    assert started(first, mpi_ranks=1)[0] == "gloo"
+    assert capsys.readouterr().err == "fddp: Open MPI says 4 ranks, MPI 1: backend 'gloo'.\n"
+    assert started(OPEN_MPI | meet, mpi_ranks=1)[0] == "gloo"
+    assert started(first, mpi_ranks=4)[0] == "mpi"
+    assert capsys.readouterr().err == ""
+
+
+def test_init_of_a_process_alone_in_a_job_of_several_tasks_speaks_of_srun(capsys):
+    assert started(SALLOC) == ("local", Launch("alone", 0, 1))
+    line = "fddp: Slurm gave this job 2 tasks, but this is one process: start it with srun.\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("env", "cure"),
+    [
+        (FLUX, "take fddp.init('mpi'), if MPI starts there"),
+        (TORCHRUN, "start the ranks with mpiexec"),
+    ],
+    ids=["Flux", "torchrun"],
+)
+def test_a_launcher_that_names_no_place_to_meet_is_an_error_with_its_cures(env, cure, capsys):
+    _, launch = started(env)
+    assert capsys.readouterr().err == ""  # nothing starts with Gloo
+    with pytest.raises(ValueError) as error:
+        agree_on_coordinator(replace(launch, coordinator=None))
+    assert str(error.value) == (
+        f"{launch.launcher} does not say where rank 0 is: set FDDP_COORDINATOR=host:port, equal on "
+        f"all ranks, give fddp.init(coordinator='host:port'), or {cure}."
+    )
 
 
 def test_the_grace_of_a_rank_that_fails_is_five_seconds_or_as_the_environment_says():

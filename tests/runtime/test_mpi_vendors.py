@@ -1,9 +1,12 @@
 """Whose MPI is what, read off what real programs say; and the command that makes an installation one."""
 
+import importlib
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
+import jax
 import pytest
 
 from fddp.runtime import mpi_vendors
@@ -19,6 +22,13 @@ MISMATCH = """MPI ABI incompatibility detected!
   - MPI library mismatch: mpi4jax was built with 'MPICH Version:' but runtime uses 'Open MPI'.
 
 This can cause silent data corruption or crashes."""
+# As much of JAX as is looked at.
+JAX = """
+class config:
+    update = staticmethod(lambda name, value: None)
+
+local_devices = list
+"""
 # mpi4jax registers what JAX refuses when it starts.
 NEWER = """
 def refuse():
@@ -95,5 +105,45 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(tmp
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: initialize = True\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('Open MPI', (4, 1, 4))\n")
     (tmp_path / "mpi4jax.py").write_text(mpi4jax)
+    if mpi4jax:  # a process that loads JAX takes seconds, and one that does is enough
+        (tmp_path / "jax.py").write_text(JAX)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert mpi_vendors.loaded() == ("Open MPI", problem)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "why"),
+    [
+        (RuntimeError(MISMATCH), "MPI ABI incompatibility detected!"),
+        (ImportError("libmpi.so.12: cannot open"), "libmpi.so.12: cannot open"),
+        (None, "the handler's API version (0.5)"),  # JAX refuses it when it starts
+    ],
+    ids=["MPI", "library", "jaxlib"],
+)
+def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(monkeypatch, refuses, why):
+    def find(name: str) -> ModuleType:
+        if refuses:
+            raise refuses
+        return ModuleType(name)
+
+    def start() -> None:
+        raise RuntimeError("the handler's API version (0.5)\nand more")
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    monkeypatch.setattr(jax, "local_devices", start)
+    with pytest.raises(RuntimeError) as error:
+        mpi_vendors.import_mpi4jax()
+    assert str(error.value) == (
+        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({why}); "
+        "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
+    )
+
+
+def test_a_jax_that_does_not_start_is_not_blamed_on_mpi4jax(monkeypatch):
+    def start() -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(importlib, "import_module", ModuleType)
+    monkeypatch.setattr(jax, "local_devices", start)
+    with pytest.raises(RuntimeError, match=r"^no device$"):
+        mpi_vendors.import_mpi4jax()

@@ -8,7 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,8 @@ from processes import TESTS, WORKERS
 import fddp
 from fddp.runtime import spawn
 
-END_S = 60.0
+END_S = 300.0  # a last resort
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +34,20 @@ def on_a_path(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FDDP_GRACE_S", "1")
 
 
-def trained(start: float) -> tuple[int, int, str, float]:
+class Trained(NamedTuple):
+    rank: int
+    processes: int
+    backend: str
+    params: float
+    variables: list[str | None]
+
+
+def trained(start: float, names: Sequence[str]) -> Trained:
     group = fddp.init()
     step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group)
     state, _ = step(step.init(jnp.asarray(start)), jnp.full(8, 2.0 * group.rank))
-    return group.rank, group.processes, group.backend, float(state.params)
+    variables = [os.environ.get(name) for name in names]
+    return Trained(group.rank, group.processes, group.backend, float(state.params), variables)
 
 
 def noted(folder: str, how: str) -> None:
@@ -50,27 +63,22 @@ def noted(folder: str, how: str) -> None:
         os._exit(7)
     if group.rank and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how != "stays":
-        group.barrier()
+    group.barrier()
     time.sleep(600)
 
 
 def shut(folder: str) -> None:
-    """Stays, and closes all files but the one that tells it of its caller's end."""
-    (Path(folder) / "rank0").write_text(str(os.getpid()))
+    """Closes all files but the one that tells it of its caller's end, then says so, and stays."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     os.closerange(3, caller.sentinel)
     os.closerange(caller.sentinel + 1, 1024)
+    (Path(folder) / "rank0").write_text(str(os.getpid()))
     time.sleep(600)
 
 
 def a_lock(_: object) -> object:
     return threading.Lock()
-
-
-def variables(names: list[str]) -> list[str | None]:
-    return [os.environ.get(name) for name in names]
 
 
 def ended(folder: Path) -> bool:
@@ -91,10 +99,15 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.ranks
-def test_a_function_trains_on_ranks_though_its_caller_has_used_jax():
+def test_ranks_train_though_their_caller_has_used_jax_and_leave_its_variables_alone():
     assert jax.devices() and float(jnp.ones(()) + 1) == 2
+    names = ["FDDP_RANK", "FDDP_SIZE", "FDDP_LOCAL_RANK", "JAX_PLATFORMS"]
+    before = dict(os.environ)
     # From 0, half of the mean of the gradients 2(0 - 0) and 2(0 - 2) back.
-    assert fddp.launch(trained, 2, 0.0, timeout_s=240) == [(0, 2, "gloo", 1.0), (1, 2, "gloo", 1.0)]
+    assert fddp.launch(trained, 2, 0.0, names, timeout_s=END_S) == [
+        Trained(rank, 2, "gloo", 1.0, [str(rank), "2", str(rank), "cpu"]) for rank in range(2)
+    ]
+    assert dict(os.environ) == before
 
 
 @pytest.mark.ranks
@@ -102,40 +115,66 @@ def test_a_function_trains_on_ranks_though_its_caller_has_used_jax():
     ("how", "told"),
     [
         ("raises", "rank 1 of 2 failed:\nTraceback .*in noted\n.*ArithmeticError: on purpose"),
-        ("leaves", "rank 1 of 2 failed:\nTraceback .*SystemExit: 3"),
-        ("dies", "rank 1 of 2 ended with exit code 7 and has not returned from the function"),
         ("killed", "rank 1 of 2 ended by SIGKILL and has not returned"),
+        pytest.param("leaves", "rank 1 of 2 failed:\nTraceback .*SystemExit: 3", marks=slow),
+        pytest.param(
+            "dies",
+            "rank 1 of 2 ended with exit code 7 and has not returned from the function",
+            marks=slow,
+        ),
     ],
 )
 def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(how: str, told: str, tmp_path: Path):
     with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {told}"):
-        fddp.launch(noted, 2, str(tmp_path), how, timeout_s=240)
+        fddp.launch(noted, 2, str(tmp_path), how, timeout_s=END_S)
     assert len(list(tmp_path.iterdir())) == 2 and ended(tmp_path)
 
 
 @pytest.mark.ranks
-def test_ranks_that_have_not_ended_in_time_are_ended(tmp_path: Path):
-    with pytest.raises(TimeoutError, match=r"fddp.launch\(timeout_s=20\): ranks 0, 1 of 2 have not ended in time"):
-        fddp.launch(noted, 2, str(tmp_path), "stays", timeout_s=20)
+@pytest.mark.parametrize(
+    ("leave", "code", "says"),
+    [
+        (os._exit, 0, "ended with exit code 0 and has not returned from the function"),
+        (sys.exit, 3, "failed:\nTraceback .*SystemExit: 3"),
+    ],
+    ids=["os._exit", "sys.exit"],
+)
+def test_a_rank_that_leaves_without_a_result_has_failed_whatever_its_exit_code(
+    leave: Callable[[int], None], code: int, says: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(spawn, "WATCHERS_S", 0.0)  # a rank alone has none
+    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: rank 0 of 1 {says}"):
+        fddp.launch(leave, 1, code, timeout_s=END_S)
+
+
+@pytest.mark.ranks
+def test_ranks_that_have_not_ended_in_time_are_ended():
+    before = multiprocessing.active_children()
+    late = r"fddp.launch\(timeout_s=0.5\): ranks 0, 1 of 2 have not ended in time"
+    with pytest.raises(TimeoutError, match=late):
+        fddp.launch(time.sleep, 2, 600, timeout_s=0.5)
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+@pytest.mark.ranks
+def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    written = tmp_path / "rank0"
+
+    def elapsed() -> float:
+        """All of the time has passed once the rank has closed its files."""
+        return 2 * END_S if written.exists() and written.read_text() else 0.0
+
+    monkeypatch.setattr(spawn, "time", SimpleNamespace(monotonic=elapsed, sleep=time.sleep))
+    with pytest.raises(TimeoutError, match="ranks 0 of 1 have not ended in time"):
+        fddp.launch(shut, 1, str(tmp_path), timeout_s=END_S)
     assert ended(tmp_path)
 
 
+# For the ranks SIGTERM, which no handler of their caller takes, is the same as SIGKILL.
 @pytest.mark.ranks
-def test_a_rank_that_leaves_without_a_result_has_failed_though_its_exit_code_is_0():
-    told = "^fddp.launch: rank 0 of 1 ended with exit code 0 and has not returned from the function"
-    with pytest.raises(RuntimeError, match=told):
-        fddp.launch(os._exit, 1, 0, timeout_s=120)
-
-
-@pytest.mark.ranks
-def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_ended(tmp_path: Path):
-    with pytest.raises(TimeoutError, match="ranks 0 of 1 have not ended in time"):
-        fddp.launch(shut, 1, str(tmp_path), timeout_s=20)
-    assert ended(tmp_path) and list(tmp_path.iterdir())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=slow)])
 def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(number: signal.Signals, tmp_path: Path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, str(WORKERS / "spawns.py"), str(tmp_path)]
@@ -154,35 +193,38 @@ def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(number: signal.
 
 
 @pytest.mark.ranks
-def test_ranks_have_variables_of_their_own_and_the_caller_keeps_its():
-    names = ["FDDP_RANK", "FDDP_SIZE", "FDDP_LOCAL_RANK", "JAX_PLATFORMS"]
-    before = dict(os.environ)
-    assert fddp.launch(variables, 2, names, timeout_s=120) == [["0", "2", "0", "cpu"], ["1", "2", "1", "cpu"]]
-    assert dict(os.environ) == before
-
-
-@pytest.mark.ranks
 def test_functions_without_a_name_need_cloudpickle_and_one_of_a_prompt_as_well(monkeypatch: pytest.MonkeyPatch):
     rows = np.arange(3)
-    assert [sum(found) for found in fddp.launch(lambda: rows * 2, 2, timeout_s=120)] == [6, 6]
-    prompt = "import fddp\ndef own(x): return x + 1\nif __name__ == '__main__': print(fddp.launch(own, 2, 1))"
+    (doubled,) = fddp.launch(lambda: rows * 2, 1, timeout_s=END_S)
+    assert doubled.tolist() == [0, 2, 4]
+    prompt = "import fddp\ndef own(x): return x + 1\nif __name__ == '__main__': print(fddp.launch(own, 1, 1))"
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", prompt], env=env, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.returncode) == ("[2, 2]\n", 0), done.stderr
+    done = subprocess.run([sys.executable, "-c", prompt], env=env, capture_output=True, text=True, timeout=END_S)
+    assert (done.stdout, done.returncode) == ("[2]\n", 0), done.stderr
     without = lambda name: None if name == "cloudpickle" else importlib.util.find_spec(name)  # noqa: E731
     monkeypatch.setattr(spawn, "find_spec", without)
     with pytest.raises(ValueError, match=r"given .*<lambda>.*: write it into a module .*, or pip install cloudpickle"):
         fddp.launch(lambda: rows, 2)
 
 
+# A rank alone has no watchers.
+UNGUARDED = """
+import os
+import fddp
+from fddp.runtime import spawn
+spawn.WATCHERS_S = 0.0
+print(fddp.launch(os.getpid, 1))
+"""
+
+
 @pytest.mark.ranks
 def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"what a_lock returned cannot be pickled; return arrays"):
-        fddp.launch(a_lock, 1, None, timeout_s=120)
+        fddp.launch(a_lock, 1, None, timeout_s=END_S)
     script = tmp_path / "unguarded.py"
-    script.write_text("import fddp, os\nprint(fddp.launch(os.getpid, 1))")
+    script.write_text(UNGUARDED)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=END_S)
     assert done.returncode == 1
     assert done.stderr.endswith("while it started: a script calls fddp.launch below `if __name__ == '__main__':`.\n")
 

@@ -8,12 +8,27 @@ from processes import Outcome, free_port, launch, launch_with
 
 import fddp
 
-pytestmark = pytest.mark.ranks
+ranks = pytest.mark.ranks
+slow = pytest.mark.slow
 LATE = "JAX had started before fddp.init was called"
 
 
-def gloo(folder: Path, *words: str) -> Outcome:
-    return launch("gloo", 2, "doors.py", *words, folder=folder, timeout_s=120)
+### Launchers
+
+
+def srun(rank: int, port: int) -> dict[str, str]:
+    """The variables of `srun --mpi=pmi2`. The job's number decides at which port ranks meet."""
+    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NODELIST": "127.0.0.1"}
+    task = {"JOB_ID": str(port), "PROCID": str(rank), "LOCALID": str(rank), "MPI_TYPE": "pmi2"}
+    pmi = {"PMI_RANK": str(rank), "PMI_SIZE": "2", "PMI_JOBID": f"{port}.0"}
+    return {f"SLURM_{name}": text for name, text in (step | task).items()} | pmi
+
+
+def open_mpi(rank: int, port: int) -> dict[str, str]:
+    """The variables of an mpiexec whose MPI is not the one of mpi4py."""
+    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SIZE": "2"}
+    variables = {f"OMPI_COMM_WORLD_{name}": text for name, text in world.items()}
+    return variables | {"FDDP_COORDINATOR": f"127.0.0.1:{port}"}
 
 
 def torchrun(rank: int, port: int) -> dict[str, str]:
@@ -36,50 +51,83 @@ def flux(rank: int, port: int) -> dict[str, str]:
     return place | {"FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": "2", "PMI_SIZE": "2"}
 
 
-@pytest.mark.parametrize("variables", [torchrun, jax_variables, job_of_kubernetes, flux])
-def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(variables, tmp_path: Path):
+TAKES_MPI = "backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there."
+
+
+# `test_launchers` claims the launch and the backend of each launcher without a process.
+@ranks
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        (srun, f"fddp: srun --mpi=pmi2: {TAKES_MPI}\n"),
+        pytest.param(open_mpi, "fddp: Open MPI says 2 ranks, MPI 1: backend 'gloo'.\n", marks=slow),
+        pytest.param(torchrun, "", marks=slow),
+        pytest.param(jax_variables, "", marks=slow),
+        pytest.param(job_of_kubernetes, "", marks=slow),
+        pytest.param(flux, f"fddp: Flux: {TAKES_MPI}\n", marks=slow),
+    ],
+)
+def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(variables, line, tmp_path: Path):
     port = free_port()
     worlds = [variables(rank, port) for rank in range(2)]
-    ended = launch_with(worlds, "doors.py", "step", folder=tmp_path, timeout_s=120)
-    assert ended.succeeded
-    for rank, text in enumerate(ended.outputs):  # the mean of (0 - 0)² and (2 - 0)²
-        assert f"rank {rank} of 2 over gloo: 2.0" in text
+    outcome = launch_with(worlds, "doors.py", "join", folder=tmp_path)
+    assert outcome.succeeded
+    first, second = (f"gloo {rank} of 2, 2 replicas, 0.5\n" for rank in range(2))
+    assert outcome.outputs == (first + line, second)
 
 
+@ranks
+@slow
 def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_path: Path):
     worlds = [{name: value for name, value in flux(rank, 1).items() if name != "FDDP_COORDINATOR"} for rank in range(2)]
-    ended = launch_with(worlds, "doors.py", "step", folder=tmp_path, timeout_s=120)
-    assert ended.codes == (1, 1)
-    for text in ended.outputs:
+    outcome = launch_with(worlds, "doors.py", "join", folder=tmp_path)
+    assert outcome.codes == (1, 1)
+    for text in outcome.outputs:
         assert "Flux does not say where rank 0 is: set FDDP_COORDINATOR=host:port" in text
         assert "backend 'gloo'; fddp.init('mpi')" not in text  # nothing starts with Gloo
 
 
-@pytest.mark.parametrize("who", ["all", "0", "1"])
-def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_late(who, tmp_path: Path):
-    ended = gloo(tmp_path, "late", who)
-    assert ended.codes == (1, 1)
-    errors = {text.strip().splitlines()[-1].partition(": rank ")[2] for text in ended.outputs}
+### Too late
+
+
+@ranks
+@pytest.mark.parametrize("who", ["1", *(pytest.param(who, marks=slow) for who in ("0", "all"))])
+def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_late(who: str, tmp_path: Path):
+    outcome = launch("gloo", 2, "doors.py", "late", who, folder=tmp_path)
+    assert outcome.codes == (1, 1)
+    errors = {text.strip().splitlines()[-1].partition(": rank ")[2] for text in outcome.outputs}
     assert len(errors) == 1 and LATE in errors.pop()
-    for rank, text in enumerate(ended.outputs):
+    for rank, text in enumerate(outcome.outputs):
         assert text.startswith(f"fddp: rank {rank} of 2: {LATE}") == (who in ("all", str(rank)))
 
 
-def test_who_has_left_the_world_is_not_ended_with_a_rank_that_fails_later(tmp_path: Path):
-    ended = gloo(tmp_path, "leave")
-    assert ended.codes == (0, 1)
-    assert ended.outputs[0].splitlines() == ["1 process, 2.0"]
-    assert ended.outputs[1].startswith("Traceback") and "ValueError: on its own" in ended.outputs[1]
+### Leaving
 
 
-def test_sigterm_ends_a_process_that_has_left(tmp_path: Path):
-    assert gloo(tmp_path, "terminated").codes == (-signal.SIGTERM, -signal.SIGTERM)
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Three ranks, which join by arguments in reverse order, train, and leave."""
+    port, folder = free_port(), tmp_path_factory.mktemp("left")
+    return launch("gloo", 3, "doors.py", "leave", port, folder=folder)
 
 
-def test_the_world_of_mpi_cannot_be_left_and_every_rank_says_why(tmp_path: Path):
-    ended = launch("mpi", 2, "doors.py", "leaves_by_mpi", folder=tmp_path, timeout_s=120)
-    assert ended.succeeded
-    assert all("backend 'mpi' is left when the process ends" in text for text in ended.outputs)
+@ranks
+def test_arguments_of_init_win_over_variables(left: Outcome):
+    lines = [text.partition("\n")[0] for text in left.outputs]
+    assert lines == [f"gloo {rank} of 3, 3 replicas, 1.0" for rank in (2, 1, 0)]
+
+
+@ranks
+def test_who_has_left_the_world_is_not_ended_with_a_rank_that_fails_later(left: Outcome):
+    assert left.codes[1:] == (1, 0)
+    _, failed, computed = (text.partition("\n")[2] for text in left.outputs)
+    assert computed == "1 process, 2.0\n"
+    assert failed.startswith("Traceback") and "ValueError: on its own" in failed
+
+
+@ranks
+def test_sigterm_ends_a_process_that_has_left(left: Outcome):
+    assert left.codes[0] == -signal.SIGTERM
 
 
 def test_one_process_may_leave_and_join_again():

@@ -247,9 +247,7 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: P
 def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
     (tmp_path / "ranks").mkdir()
     saved = tmp_path / "saved"
-    outcome = launch(
-        "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", timeout_s=60, JAX_NUM_CPU_DEVICES="2"
-    )
+    outcome = launch("gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", JAX_NUM_CPU_DEVICES="2")
     assert outcome.succeeded
     start, rows = parts_in_shards.START, parts_in_shards.ROWS
     params = by_plain_jax(parts_in_shards.loss, optax.adam(0.1), start, [rows, rows]).params

@@ -251,7 +251,7 @@ def test_a_subgroup_keeps_the_axes_of_its_mesh():
 
 @pytest.mark.ranks
 def test_processes_hold_their_replicas_in_parts(tmp_path):
-    outcome = launch("gloo", 2, "parts.py", folder=tmp_path, timeout_s=60, JAX_NUM_CPU_DEVICES="2")
+    outcome = launch("gloo", 2, "parts.py", folder=tmp_path, JAX_NUM_CPU_DEVICES="2")
     assert outcome.succeeded
     ends, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
     # By hand: of rows [1, 1] and [2, 2], and weights that start at 0.5, 0.25 and 1.

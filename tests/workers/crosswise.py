@@ -1,10 +1,12 @@
-"""A state that one job saves and another, of other ranks and another backend, restores: `crosswise.py FOLDER WORD ...`.
+"""A job of some backend saves states, and another restores them: `crosswise.py FOLDERS WORD ...`.
 
 `save:SHARD` saves a state after one, two or three steps in FOLDER/SHARD, `restore:SHARD:OTHER` restores it as OTHER;
-SHARD is "None", "optimizer" or "state". Rank 0 prints the digest of the whole state for each.
+SHARD is "None", "optimizer" or "state". Colons separate FOLDERS. For each of them and each word
+rank 0 prints the name of the folder and the digest of the whole state.
 """
 
 import hashlib
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -67,11 +69,12 @@ def does(group: fddp.Group, folder: Path, word: str) -> str:
     return digest(group, state)
 
 
-def main(folder: Path, *words: str) -> None:
+def main(folders: str, *words: str) -> None:
     group = fddp.init()
-    for word in words:
-        group.print(word, does(group, folder, word))
+    for folder in map(Path, folders.split(os.pathsep)):
+        for word in words:
+            group.print(folder.name, word, does(group, folder, word))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(*sys.argv[1:])

@@ -1,52 +1,71 @@
-"""Ranks that start or leave in some way of their own: `doors.py HOW`.
+"""Ranks join a world, train a step, and print a line for their group: `doors.py HOW [WORD]`.
 
-- step: prints the mean loss of a step, whatever launcher has started them.
-- late N: rank N, or `all`, uses JAX before `fddp.init`.
-- leave: all leave the world; rank 1 then fails, rank 0 computes on for longer than its end could be missed.
-- leaves_by_mpi: what is said where the world cannot be left.
-- terminated: a SIGTERM after the world is left, though the loop had taken it over.
+- join: by what has started the ranks; WORD is a backend.
+- adopt: each calls `jax.distributed.initialize` before.
+- late: rank WORD, or each for `all`, uses JAX before.
+- leave: in the reverse order of their variables, at port WORD. All leave the world. Then rank 0
+  computes on, rank 1 fails, and rank 2 gets a SIGTERM.
 """
 
 import os
+import select
 import signal
 import sys
 import time
+import warnings
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import fddp
 
+WATCHERS_S = 4.0  # the watchers end a job sooner
 
-def main(how: str, who: str = "") -> None:
-    if how == "late" and who in ("all", os.environ["FDDP_RANK"]):
-        jnp.ones(2)
-    group = fddp.init()
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group)
-    state, info = step(step.init(jnp.zeros(())), jnp.full(4, 2.0 * group.rank))
-    if how == "step":
-        print(f"rank {group.rank} of {group.processes} over {group.backend}: {info.loss}")
-    if how == "leaves_by_mpi":
-        try:
-            fddp.shutdown()
-        except RuntimeError as error:
-            print(error)
-        assert fddp.init() is group
+
+def main(how: str, word: str = "") -> None:
+    group = join(how, word)
+    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.5), group=group)
+    state, _ = step(step.init(jnp.zeros(())), np.full(2, group.rank, np.float32))
+    mean = float(state.params)
+    place = f"{group.backend} {group.rank} of {group.processes}"
+    print(f"{place}, {group.size} replicas, {mean}", flush=True)
     if how == "leave":
-        kept = jnp.asarray(state.params.addressable_data(0))
-        time.sleep(2.0 * group.rank)
-        fddp.shutdown()
-        fddp.shutdown()  # there is none to leave any more
-        if group.rank:
-            raise ValueError("on its own")
-        time.sleep(8.0)  # the watchers would long have ended it
-        alone = fddp.init("local")
-        print(f"{alone.processes} process, {kept + jnp.ones(())}")
-    if how == "terminated":
-        fddp.preempted()
-        fddp.shutdown()
+        leave(group, jnp.asarray(mean))
+
+
+def join(how: str, word: str) -> fddp.Group:
+    if how == "adopt":
+        rank, size = (int(os.environ.pop(f"FDDP_{name}")) for name in ("RANK", "SIZE"))
+        jax.distributed.initialize(os.environ.pop("FDDP_COORDINATOR"), size, rank)
+    if how == "late" and word in ("all", os.environ["FDDP_RANK"]):
+        jnp.ones(2)
+    if how == "leave":
+        rank, size = (int(os.environ[f"FDDP_{name}"]) for name in ("RANK", "SIZE"))
+        return fddp.init(rank=size - 1 - rank, size=size, coordinator=f"127.0.0.1:{word}")
+    if "OMPI_COMM_WORLD_RANK" in os.environ:  # mpi4py finds another MPI than Open MPI
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+    return fddp.init(word if how == "join" and word else None)
+
+
+def leave(group: fddp.Group, mean: jax.Array) -> None:
+    numbers = [int(number) for number in group.all_gather(os.getpid())]
+    others = [os.pidfd_open(number) for number in numbers if number != os.getpid()]
+    fddp.preempted()  # from now on a SIGTERM only asks the training to stop
+    time.sleep(0.5 * group.rank)
+    fddp.shutdown()
+    fddp.shutdown()  # no world is left
+    if group.rank == 1:
+        raise ValueError("on its own")
+    if group.rank == 2:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
+    for process in others:
+        select.select([process], [], [])  # ready when the process has ended
+    time.sleep(WATCHERS_S)
+    alone = fddp.init("local")
+    print(f"{alone.processes} process, {mean + jnp.ones(())}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scripts that end badly on one rank, the last, while the others train on: `ends.py HOW`."""
+"""Scripts in which a rank, by default the last, ends badly while others train: `ends.py HOW[:RANK]`."""
 
 import os
 import signal
@@ -14,25 +14,21 @@ import fddp
 def end(how: str, group: fddp.Group) -> None:
     if how == "raise":
         raise RuntimeError(f"rank {group.rank} has had enough")
-    if how == "exit":
-        sys.exit(3)
     if how.startswith("interrupted"):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what they start behind them ignore it
         os.kill(os.getpid(), signal.SIGINT)
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(how: str) -> None:
+def main(how: str, rank: str = "") -> None:
     group = fddp.init()
-    ends = group.rank == (0 if how == "raise_on_rank_0" else group.size - 1) or how == "interrupted_all"
+    ends = group.rank == int(rank or group.size - 1) or how == "interrupted_all"
     step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group)
     state = step.init(jnp.zeros(2 if how == "differ" and ends else 1))
     for number in range(100_000):
         if ends and number == 3:
-            end(how.removesuffix("_on_rank_0"), group)
+            end(how, group)
         state, _ = step(state, np.zeros((4, 1), np.float32))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1].split(":"))

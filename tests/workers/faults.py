@@ -15,6 +15,7 @@ import optax
 import fddp
 
 STALL_S, SLOW_S = 2.0, 0.05
+PAUSE_S, LONG_STALL_S = 1.5, 20.0  # a pause is no stall, however busy the machine is
 
 
 def spin() -> None:
@@ -31,7 +32,7 @@ HOW: dict[str, Callable[[], object]] = {
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
     "spin": spin,
     "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "pause": lambda: time.sleep(0.75 * STALL_S),
+    "pause": lambda: time.sleep(PAUSE_S),
 }
 
 
@@ -41,7 +42,7 @@ def main(how: str, schedule: Any) -> None:
         file = os.open(f"{folder}/own.{os.environ['PMI_RANK']}", os.O_CREAT | os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(file, stream)
-    group = fddp.init(stall_s=STALL_S)
+    group = fddp.init(stall_s=LONG_STALL_S if how == "pause" else STALL_S)
     broken = group.rank == (0 if how.endswith("_0") else group.size - 1)
     how = how.removesuffix("_0")
     if broken and how == "at_once":
