@@ -79,6 +79,7 @@ def losses(said: str) -> list[float]:
 ### What each says
 
 
+@pytest.mark.slow  # test_train.py trains with it, too
 def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses(home: Path):
     said = quick(home, "train.py", "--replicas", "4", "--out", "drawn")
     assert "4 × cpu · backend local · processes: 1" in said and "60/60 steps" in said
@@ -88,13 +89,14 @@ def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_loss
     assert (home / "drawn" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", ["with_nnx.py", "with_linen.py"])
+@pytest.mark.parametrize("script", ["with_nnx.py", pytest.param("with_linen.py", marks=pytest.mark.slow)])
 def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(home: Path, script: str):
     said = quick(home, script, devices=2)
     assert losses(said)[-1] < 0.5 * losses(said)[0]
     assert numbers(r"2 replicas, test accuracy ([\d.]+)%", said)[0] > 85
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home: Path):
     with two_ranks(home, *PYTHON, str(MODELS / "diloco.py"), "--quick") as ranks:
@@ -131,6 +133,7 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     assert numbers(r"([\d.]+) bits per byte", said)[0] == pytest.approx(float(nats) / np.log(2), abs=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
@@ -168,6 +171,7 @@ def read_until(words: str, process: subprocess.Popen[str]) -> str:
     raise AssertionError(said)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(home: Path):
     example = str(MODELS / "resume.py")
@@ -192,6 +196,7 @@ def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(h
     assert bits.findall(again) == bits.findall(calm) != []
 
 
+@pytest.mark.slow
 def test_pictures_find_their_texts_among_those_of_all_replicas(home: Path):
     said = quick(home, "clip.py", devices=4)
     assert "4 replicas, 128 pairs" in said

@@ -2,17 +2,20 @@
 
 import faulthandler
 import json
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 import fddp
+
+Case = TypeVar("Case")
 
 SCHEDULES = ("fused", "staged", "after")
 # Under which schedules the jobs of the default tier do not hold a claim. That every schedule trains as
@@ -50,16 +53,17 @@ def claims_of(*modules: ModuleType) -> dict[str, Claim]:
 
 
 def hold(claims: Mapping[str, Claim], group: fddp.Group, folder: Path) -> None:
-    """Checks claims one after the other; FOLDER/RANK.json has a line for each: [name, "held" or a traceback]."""
+    """Checks claims one after the other; FOLDER/RANK.json has a line for each: [name, "held" or a traceback, seconds]."""
     with (folder / f"{group.rank}.json").open("w") as report:
         for name, claim in claims.items():
+            began = time.monotonic()
             faulthandler.dump_traceback_later(STALLED_S, exit=True)  # says where a rank waits in vain
             try:
                 claim.check(group)
                 result = HELD
             except Exception:  # the other claims are still to be checked
                 result = traceback.format_exc()
-            report.write(json.dumps([name, result]) + "\n")
+            report.write(json.dumps([name, result, time.monotonic() - began]) + "\n")
             report.flush()
     faulthandler.cancel_dump_traceback_later()
 
@@ -68,6 +72,12 @@ def schedules(group: fddp.Group, names: Sequence[str] = SCHEDULES) -> list[str]:
     """The schedules under which this job holds a claim: a sample in the default tier."""
     left_out = LEFT_OUT.get((group.backend, group.processes), ())
     return [name for name in names if name not in left_out]
+
+
+def sampled(group: fddp.Group, cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases of a claim that this job holds: in the default tier MPI every second one, Gloo the others."""
+    job = group.backend, group.processes
+    return cases[group.backend == "gloo" :: 2] if job in LEFT_OUT else cases
 
 
 def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of, same_on_all_ranks
+from on_ranks.claims import claim, error_of, same_on_all_ranks, sampled
 from problems import layer, square
 from truth import by_plain_jax
 
@@ -30,7 +30,7 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         ("staged", "state", 2, True),
         ("after", "state", 1, True),
     )
-    for schedule, shard, micro_batches, again in ways:
+    for schedule, shard, micro_batches, again in sampled(group, ways):
         options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
         options["reshard_after_forward"] = again
         step = fddp.train_step(layer, optimizer, group=group, **options)
