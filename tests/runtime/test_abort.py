@@ -11,13 +11,17 @@ from processes import JOBS, PATIENT_S, case, ended, on
 pytestmark = pytest.mark.ranks
 # The job and the rank that fails. Over Gloo rank 0 has the coordination service.
 QUICK = [(("mpi", 3), 2), (("gloo", 2), 0)]
+ALL = [(job, failing) for job in JOBS for failing in (0, job[1] - 1)]
+FAILING = [case(*failure, slow=failure not in QUICK) for failure in ALL]
 
 
-@pytest.mark.parametrize(
-    "backend, size, failing",
-    [case(job, failing, slow=(job, failing) not in QUICK) for job in JOBS for failing in (0, job[1] - 1)],
-)
-def test_an_error_on_one_rank_ends_all_and_is_shown(backend: str, size: int, failing: int, tmp_path: Path):
+@pytest.mark.parametrize("backend, size, failing", FAILING)
+def test_an_error_on_one_rank_ends_all_and_is_shown(
+    backend: str,
+    size: int,
+    failing: int,
+    tmp_path: Path,
+):
     outputs = ended(tmp_path, backend, f"raise:{failing}", size=size)
     assert f"fddp: rank {failing} of {size} failed:\nTraceback" in outputs[failing]
     assert f"RuntimeError: rank {failing} has had enough" in outputs[failing]

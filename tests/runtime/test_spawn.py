@@ -174,7 +174,14 @@ def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_e
 
 # For the ranks SIGTERM, which no handler of their caller takes, is the same as SIGKILL.
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=slow)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=slow),
+    ],
+)
 def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(number: signal.Signals, tmp_path: Path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, str(WORKERS / "spawns.py"), str(tmp_path)]

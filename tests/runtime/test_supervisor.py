@@ -162,7 +162,12 @@ def test_what_cannot_be_started_is_refused(job: dict[str, Any], says: str):
 SCRIPT = str(WORKERS / "resumes.py")
 
 
-def supervised(folder: Path, *words: str, faults: tuple[str, ...] = (), **env: Any) -> tuple[Any, str]:
+def supervised(
+    folder: Path,
+    *words: str,
+    faults: tuple[str, ...] = (),
+    **env: Any,
+) -> tuple[Any, str]:
     """What a training under `run WORDS` ends with, though ranks are killed, and what it says."""
     folder.mkdir()
     done = run(*words, "--", sys.executable, SCRIPT, str(folder), "14", *faults, **env)
@@ -217,10 +222,12 @@ def test_a_rank_that_is_lost_for_good_costs_no_bit_where_replicas_are_virtual(tm
     env: Any = {"VIRTUAL_REPLICAS": "12"}
     folder = tmp_path / "killed"
     folder.mkdir()
-    by, words = ("--by", "processes", "-n"), ("--", sys.executable, SCRIPT, str(folder), "14", "2:6")
+    by = ("--by", "processes", "-n")
+    words = ("--", sys.executable, SCRIPT, str(folder), "14", "2:6")
     assert run(*by, "3", *words, **env).returncode != 0
     assert run(*by, "2", *words, **env).returncode == 0
-    assert json.loads((folder / "end.json").read_text()) == calm(tmp_path / "calm", "gloo", 2, **env)
+    end = json.loads((folder / "end.json").read_text())
+    assert end == calm(tmp_path / "calm", "gloo", 2, **env)
 
 
 @pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""Scripts in which a rank, by default the last, ends badly while others train: `ends.py HOW[:RANK]`."""
+"""A rank, by default the last, ends badly while the others train: `ends.py HOW[:RANK]`."""
 
 import os
 import signal
