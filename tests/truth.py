@@ -42,16 +42,18 @@ def by_plain_jax(
     Returns:
       The parameters and the optimizer's state after the last step, and the losses of all steps.
     """
+    # A program of its own for each call: arrays of NumPy that a loss closes over are constants of the
+    # program, which JAX remembers, while the program lives, in the precision that was set.
+    step = jax.jit(partial(_step, loss, optimizer, parts))
     params = jax.tree.map(jnp.asarray, params)
     opt_state, losses, history = optimizer.init(params), list[jax.Array](), list[Any]()
     for batch in batches:
-        value, params, opt_state = _step(loss, optimizer, parts, params, opt_state, batch)
+        value, params, opt_state = step(params, opt_state, batch)
         losses.append(value)
         history.append(params)
     return Trained(params, opt_state, losses, history)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))  # eager operations would each be compiled by itself
 def _step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
