@@ -15,10 +15,11 @@ from jax.experimental import serialize_executable
 def compile_to_read(lowered: Any, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
     """Compiles a program whose text or memory is read, such as one for GPUs that are not here.
 
-    JAX would write it into its compilation cache and warn at each later run that it cannot be loaded.
+    JAX would write that one into its compilation cache and warn at each later run that it cannot be
+    loaded. Relies on the backend that a lowered program names.
     """
-    with config.persistent_cache_min_compile_time_secs(math.inf):
-        return lowered.compile(compiler_options=options)
+    elsewhere = lowered._lowering.compile_args["backend"].runtime_type == "compile_only_runtime"
+    return _compile_unsaved(lowered, options) if elsewhere else lowered.compile(compiler_options=options)
 
 
 def packed(f: Callable[..., Any], *forms: Any) -> bytes:
@@ -33,8 +34,14 @@ def packed(f: Callable[..., Any], *forms: Any) -> bytes:
 
     program.__name__ = f"packed_{secrets.token_hex(8)}"
     with jax.default_device(host_cpu()):
-        compiled = compile_to_read(jax.jit(program).lower(*forms))
+        compiled = _compile_unsaved(jax.jit(program).lower(*forms))
     return pickle.dumps(serialize_executable.serialize(compiled))
+
+
+def _compile_unsaved(lowered: Any, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compiles a program that JAX does not write into its compilation cache."""
+    with config.persistent_cache_min_compile_time_secs(math.inf):
+        return lowered.compile(compiler_options=options)
 
 
 def unpacked(program: bytes) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from problems import square
 
 import fddp
@@ -750,3 +751,23 @@ def test_the_memory_of_a_step_is_told_before_it_runs():
     assert len(rows) == 5 and "MiB of state and rows  MiB at its peak" in rows[0]
     assert all(audit.memory and f"  {audit.memory.given / 2**20:.1f}  " in row for audit, row in zip(audits, rows[1:]))
     assert f"{peaks[3] / 2**20:.1f}" in rows[4]
+
+
+@aot
+def test_a_program_is_written_into_jaxs_cache_unless_it_is_for_a_target(group, tmp_path, uncached):
+    """JAX warns at each later run of a program for a target that it cannot be loaded."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    try:
+        jax.clear_caches()
+        look(plain_mlp(64), "h100:2", bucket_cap_mb=1000)
+        assert not list(tmp_path.glob("jit_spread*"))
+        step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
+        state = step.init(jnp.ones(()))
+        others = set(tmp_path.glob("jit_spread*"))
+        fddp.audit(step, state, jnp.ones(4))
+        assert len(set(tmp_path.glob("jit_spread*")) - others) == 1
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
