@@ -18,6 +18,8 @@ from processes import COMPILATION_CACHE, UNOPTIMIZED
 
 import fddp
 
+pytest.register_assert_rewrite("on_ranks.job")  # tests that two modules import
+
 collect_ignore = ["workers", "on_ranks", "step/typed_calls.py"]  # scripts, whose examples pytest would look for
 
 # Before any test asks for a device: JAX's backends start once and then keep what they were told.
@@ -26,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ |= UNOPTIMIZED  # also of what a test starts
 jax.config.update("jax_disable_most_optimizations", True)
 
-# Tracing makes many objects and few circles: with Python's own thresholds collecting takes 7 % of the time.
+# Tracing makes many objects and few cycles: with Python's own thresholds the collector takes 7 % of the time.
 gc.set_threshold(100_000, 50, 100)
 
 # XLA compiles for each new shape, so an example takes as long as it takes.
@@ -44,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def processor() -> str:
-    """A digest of what this processor can do, which XLA's code for CPUs makes use of."""
+    """A digest of this processor's features, for which XLA compiles."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((x for x in lines if x.startswith(("flags", "Features"))), "")
     return hashlib.sha256(flags.encode()).hexdigest()[:8]
