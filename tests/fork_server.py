@@ -8,11 +8,13 @@ script has ended, its exit code. The script ends as under `python SCRIPT`: with 
 import json
 import os
 import select
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,18 +30,44 @@ class Request:
     env: dict[str, str]
 
 
+@dataclass
+class Forked:
+    """A process that the fork server has started."""
+
+    pid: int
+    connection: socket.socket
+    code: int | None = field(default=None, init=False)
+
+    def poll(self) -> int | None:
+        if self.code is None and select.select([self.connection], [], [], 0)[0]:
+            self.code = int(self.connection.recv(32))
+            self.connection.close()
+        return self.code
+
+    def wait(self, timeout: float) -> int:
+        if self.code is None:
+            select.select([self.connection], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return code
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
 def main(path: str) -> None:
     for name in ("jax", "optax", "fddp"):
         import_module(name)
     become(wait_for_request(path))
 
 
-def start(server: str, request: Request, out: int, err: int) -> tuple[int, socket.socket]:
-    """Asks the server at this path to start a script; returns its process id and the connection."""
+def start(server: str, request: Request, out: int, err: int) -> Forked:
+    """Requests a script of the server at this path."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(server)
     socket.send_fds(connection, [json.dumps(asdict(request)).encode()], [out, err])
-    return int(connection.recv(32)), connection
+    return Forked(int(connection.recv(32)), connection)
 
 
 def wait_for_request(path: str) -> Request:

@@ -6,7 +6,6 @@ They get an environment of their own, in which warnings are errors, and an end: 
 import atexit
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -88,32 +87,6 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
     def wait(self, timeout: float) -> int: ...
     def terminate(self) -> None: ...
-
-
-@dataclass
-class Forked:
-    """A process that the fork server has started."""
-
-    pid: int
-    connection: socket.socket
-    code: int | None = field(default=None, init=False)
-
-    def poll(self) -> int | None:
-        if self.code is None and select.select([self.connection], [], [], 0)[0]:
-            self.code = int(self.connection.recv(32))
-            self.connection.close()
-        return self.code
-
-    def wait(self, timeout: float) -> int:
-        if self.code is None:
-            select.select([self.connection], [], [], timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return code
-
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -247,7 +220,7 @@ def _start_rank(command: Sequence[str], output: Path, env: dict[str, str]) -> Pr
         return _start([sys.executable, *STRICT, *command], output, env)
     with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
         request = fork_server.Request(command, env)
-        return Forked(*fork_server.start(_server(), request, out.fileno(), err.fileno()))
+        return fork_server.start(_server(), request, out.fileno(), err.fileno())
 
 
 @cache
