@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax._src import source_info_util
+from jax._src import core, source_info_util
 
 # As in jax.extend.core, whose package loads all of Pallas with it.
-from jax._src.core import ClosedJaxpr as ClosedJaxpr
 from jax._src.core import Jaxpr as Jaxpr
 from jax._src.core import JaxprEqn as JaxprEqn
 from jax._src.core import Literal as Literal
@@ -22,6 +21,12 @@ from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import Mesh
 
 from fddp.jax_internals.arrays import part_shape
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+    # Relies on `Jaxpr`, which since JAX 0.12 holds its constants: a closed program is no type of its own there.
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
 
 Item = TypeVar("Item")
 
