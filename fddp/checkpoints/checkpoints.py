@@ -22,6 +22,7 @@ from fddp.checkpoints.restoring import newest, source
 from fddp.checkpoints.saving import taken, written
 from fddp.checkpoints.state_forms import named
 from fddp.comm import Group
+from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState
 from fddp.training import TrainStep
 
@@ -83,6 +84,7 @@ class Checkpoints:
         self._token = self._group.broadcast(np.frombuffer(secrets.token_bytes(4), np.uint8)).tobytes().hex()
         self._folder = met(self._group, self._path, self._token, step.options.shard)
 
+    @without_context_mesh
     def save(self, state: TrainState, place: Any = None, *, now: bool = False) -> bool:
         """Saves a state if so many steps have passed since the last time; call it after each step, on every rank.
 
@@ -134,6 +136,7 @@ class Checkpoints:
         journal.between()
         return True
 
+    @without_context_mesh
     def restore(self, state: TrainState) -> tuple[TrainState, Any]:
         """The newest whole checkpoint, or the given state where there is none; every rank calls it.
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from fddp.buckets import Shard, is_shard, stacked
 from fddp.checkpoints.files import Listed
-from fddp.comm import Group, shortened
+from fddp.comm import REPLICATED, Group, shortened
+from fddp.jax_internals import resharded
 from fddp.step import TrainState
 from fddp.wording import leaf_name
 
@@ -118,7 +119,7 @@ def word_form(x: Any) -> Any:
 
 
 def _flat_words(keys: Any) -> Any:
-    return jax.random.key_data(keys).reshape(-1)
+    return jax.random.key_data(resharded(keys, REPLICATED)).reshape(-1)
 
 
 def _shard_of_words(keys: Shard, flat: Any) -> Shard:
@@ -132,7 +133,7 @@ def of_flat_words(flat: jax.Array, like: Any) -> jax.Array:
     impl = key_impl(like)
 
     def keys(flat: jax.Array) -> jax.Array:
-        return jax.random.wrap_key_data(flat.reshape(*like.shape, -1), impl=impl)
+        return jax.random.wrap_key_data(resharded(flat, REPLICATED).reshape(*like.shape, -1), impl=impl)
 
     return jax.jit(keys, out_shardings=flat.sharding)(flat)
 

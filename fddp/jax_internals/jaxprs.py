@@ -20,7 +20,13 @@ from jax._src.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import Mesh
 
-from fddp.jax_internals.arrays import part_shape
+from fddp.jax_internals.arrays import part_shape, resharded
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+    # Relies on `Jaxpr`, which holds its constants since JAX 0.12: there it is the type of both.
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -106,7 +112,8 @@ def over_axes(
             return f(*treedef.unflatten(local[k] for k in range(len(leaves))))
 
         over = partial(jax.shard_map, mesh=mesh, out_specs=out_specs, axis_names=axis_names, check_vma=False)
-        return over(inside, in_specs=tuple(specs[k] for k in full))(*(leaves[k] for k in full))
+        arrays = [resharded(leaves[k], specs[k], mesh) for k in full]
+        return over(inside, in_specs=tuple(specs[k] for k in full))(*arrays)
 
     return spread
 

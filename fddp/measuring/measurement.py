@@ -6,6 +6,7 @@ Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fddp.comm import verify
+from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
@@ -196,7 +198,7 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
     refuse_deleted(state)
     if isinstance(state.opt_state, IslandState):
         refuse({QUORUM: QUORUM, "fddp.measure": "fddp.measure"})
-    carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+    carried = without_context_mesh(jax.jit(partial(jax.tree.map, jnp.copy)))(state)
 
     def run(batch: Any) -> Any:
         nonlocal carried

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Group, alone, mesh_group, replica_mesh
+from fddp.comm import Group, alone, world_group
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service
@@ -214,7 +214,7 @@ def _has_gpus() -> bool:
 
 def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
     if backend == "local":
-        return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local", journal=alone())
+        return replace(world_group(jax.local_devices()), backend="local", journal=alone())
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)
