@@ -53,7 +53,10 @@ def claims_of(*modules: ModuleType) -> dict[str, Claim]:
 
 
 def hold(claims: Mapping[str, Claim], group: fddp.Group, folder: Path) -> None:
-    """Checks claims one after the other; FOLDER/RANK.json has a line for each: [name, "held" or a traceback, seconds]."""
+    """Checks claims one after the other.
+
+    FOLDER/RANK.json has a line for each: [name, "held" or a traceback, seconds].
+    """
     with (folder / f"{group.rank}.json").open("w") as report:
         for name, claim in claims.items():
             began = time.monotonic()
