@@ -63,7 +63,7 @@ def source(folder: Folder, number: int, listed: Listed) -> Read:
     Returns:
       The function; where rank 0 alone sees the folder, it reads in what rank 0 has handed round.
     """
-    read = reader(folder.path / str(number))
+    read = reader(folder.path / str(number), listed.forms)
     if folder.shared:
         return read
     forms = {name: (dtype, tuple(dims)) for name, (dtype, dims) in listed.forms.items() if prod(dims)}
