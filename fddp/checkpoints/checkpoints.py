@@ -9,14 +9,13 @@ import secrets
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from fddp.checkpoints.files import swept
-from fddp.checkpoints.folder import met, on_all
+from fddp.checkpoints.folder import located, met, on_all
 from fddp.checkpoints.host_arrays import laid
 from fddp.checkpoints.restoring import newest, source
 from fddp.checkpoints.saving import taken, written
@@ -55,13 +54,14 @@ class Checkpoints:
 
         Args:
           path: the folder. With `shard` all ranks must see it, else rank 0. Where a restart may put rank 0 on another
-            host, both must see it.
+            host, both must see it. From a folder that cannot be written, checkpoints can be restored.
           step: the step whose states are saved.
           every: after how many steps a state is saved.
           keep: how many of the newest to keep.
 
         Raises:
-          ValueError: a number below 1; or the step has `shard`, and a rank does not see the folder; on every rank.
+          ValueError: a number below 1; a path that is empty or a URL; or the step has `shard`, and a rank does not see
+            the folder; on every rank.
           TypeError: `step` is none.
           ModuleNotFoundError: TensorStore is not installed.
           RuntimeError: rank 0 cannot open the folder; on every rank. A process that is alone raises the OSError itself.
@@ -71,8 +71,8 @@ class Checkpoints:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Checkpoints: {name} must be a whole number of 1 or more, got {value!r}.")
-        self._path = Path(path).absolute()
         self._step = step
+        self._path = located(path)
         self._every = int(every)
         self._keep = int(keep)
         self._last: int | None = None  # the number that was saved last; None before a state is seen
@@ -104,7 +104,13 @@ class Checkpoints:
         Raises:
           TypeError: `place` is nothing that JSON can hold; at the first call, whether or not a state is due.
           ValueError: two leaves have one name, with a key "a/b" beside a key "b" in "a"; likewise.
+          OSError: the folder cannot be written; on every rank.
         """
+        if refusal := self._folder.refusal:
+            raise OSError(
+                f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, and save with another "
+                "Checkpoints in a folder that can be written."
+            )
         training = self._step.training
         if self._last is None:
             # What cannot be saved is told now, not after `every` steps.
