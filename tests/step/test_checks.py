@@ -1,10 +1,10 @@
 """A fault in what a person passes is said at once, by name, with what was got."""
 
 import ast
+import dataclasses
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -213,7 +213,13 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"groups": 3}, TypeError, "groups must be a function from a leaf's path .*, got int"),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
-        ({"bucket_cap": 5}, TypeError, "has no option 'bucket_cap'; it has bucket_cap_mb, "),
+        ({"cap": 5}, TypeError, "has no option 'cap'; it has bucket_cap_mb, "),
+        ({"bucket_cap": 5}, TypeError, r"'bucket_cap'; bucket_cap: did you mean bucket_cap_mb\?$"),
+        ({"find_unused_parameter": 1}, TypeError, r"did you mean find_unused_parameters\?$"),
+        ({"gradient_accumulation_steps": 2}, TypeError, r": give accumulation_steps=\.$"),
+        ({"accumulate_grad_batch": 2}, TypeError, r"_batches \(give accumulation_steps=\)\?$"),
+        ({"max_grad_norm": 1.0}, TypeError, "put optax.clip_by_global_norm into the optimizer"),
+        ({"sharding_strategy": "FULL_SHARD"}, TypeError, r"shard='state' \(FSDP\)\.$"),
         ({"static_graph": True}, TypeError, "'static_graph'; static_graph: leave it out, the program is known"),
         ({"device_ids": [0]}, TypeError, r"'device_ids'; device_ids: leave it out, the devices are the group's\.$"),
         ({"process_group": None, "cap": 1}, TypeError, "process_group: give group=.*; it has bucket_cap_mb, "),
@@ -238,14 +244,14 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
 
 
 def test_every_argument_of_ddp_is_an_option_or_answered(group):
-    """Those of PyTorch 2.13, and of the one that is installed here, if one is."""
+    """Those of PyTorch 2.15, and of the one that is installed here, if one is."""
     ddp = (
         "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters "
         "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce "
         "mixed_precision device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy "
-        "forward_sync_buffers"
+        "forward_sync_buffers lazy_bucket_allocation require_manual_backward_finalization"
     )
-    options = {field.name for field in fields(fddp.Options)}
+    options = {field.name for field in dataclasses.fields(fddp.Options)}
     for name in {*ddp.split(), *arguments_of_installed_ddp()}:
         if name not in options:
             refused(TypeError, f"; {name}: [^;]*$", partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}))

@@ -40,6 +40,16 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
     assert found == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
 
 
+### Options that change later
+
+
+def test_a_misspelt_option_of_with_options_is_answered(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
+    says = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
+    with pytest.raises(TypeError, match=says):
+        step.with_options(shedule="staged")  # pyright: ignore[reportCallIssue]
+
+
 ### What shows
 
 
