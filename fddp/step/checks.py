@@ -13,7 +13,7 @@ from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
-from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, unjoined, unlike
+from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, not_numeric, unjoined, unlike
 from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
@@ -127,16 +127,19 @@ def check_rows(batch: Any, otherwise: str = "") -> int:
 
 
 def check_filled(batch: Any) -> None:
-    """Says that a batch holds nothing, or numbers in Python's lists.
+    """Refuses a batch that is empty or holds lists of numbers, text or objects.
 
     Args:
       batch: what a user gave.
 
     Raises:
-      ValueError: the message says where.
+      ValueError: it is empty, or holds lists of numbers.
+      TypeError: it holds text or objects.
     """
     if not jax.tree.leaves(batch):
         raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
+    if found := not_numeric(batch):
+        raise TypeError(f"the batch holds leaves that are not numeric, {shortened(found, ', ')}: give numbers.")
     if found := lists_of_numbers(batch):
         raise ValueError(
             f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."

@@ -55,6 +55,10 @@ BATCHES = [
         [np.ones(k) for k in range(40)],
         r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 micro-batches; give",
     ),
+    (np.array(["a"] * 8), r"leaves that are not numeric, array\(\['a', .*: give numbers"),
+    ({"x": X, "name": "train"}, "not numeric, name 'train': give numbers"),
+    ({"x": X, "y": np.array([None] * 8)}, r"not numeric, y array\(\[None, "),
+    ({"x": X, "day": np.full(8, "2026-01-01", "M8[D]")}, r"not numeric, day array\(\['2026"),
     (None, "the batch is empty: got None"),
     ({}, "the batch is empty: got {}"),
     ({"x": None}, "the batch is empty: got {'x': None}"),
@@ -66,8 +70,9 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_and_spoils_nothing(make):
     state = step.init(W)
     for _ in range(2):  # before and after the program exists
         for batch, says in BATCHES:
-            refused(ValueError, says, partial(step, state, batch))
-            refused(ValueError, says, partial(step.no_sync, state, batch))
+            kind = TypeError if "not numeric" in says else ValueError
+            refused(kind, says, partial(step, state, batch))
+            refused(kind, says, partial(step.no_sync, state, batch))
         state, info = step(state, X)
         assert info.loss > 0
 
