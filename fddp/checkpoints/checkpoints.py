@@ -22,7 +22,7 @@ from fddp.checkpoints.restoring import newest, source
 from fddp.checkpoints.saving import taken, written
 from fddp.checkpoints.state_forms import named
 from fddp.comm import Group
-from fddp.step import TrainState
+from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
 
 
@@ -103,6 +103,7 @@ class Checkpoints:
           TypeError: `place` is nothing that JSON can hold; at the first call, whether or not a state is due.
           ValueError: two leaves have one name, with a key "a/b" beside a key "b" in "a"; likewise.
         """
+        check_state(state)
         training = self._step.training
         if self._last is None:
             # What cannot be saved is told now, not after `every` steps.
@@ -157,6 +158,7 @@ class Checkpoints:
             return state, None
         number, listed = found
         read = source(self._folder, number, listed)
+        on_all(self._folder, lambda: check_state(state))
         state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
         self._step.training.number = number
         self._last = number

@@ -17,6 +17,7 @@ from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, not_nume
 from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
+from fddp.step.state import check_no_state
 
 # The scope in which a fused step sends a message (`fddp.schedules.scope`).
 MESSAGE_SCOPE = re.compile(r"(bucket|rows|gather|tail)\d*")
@@ -33,6 +34,7 @@ def refuse_transformations() -> None:
 
 def check_arrays(params: Any) -> None:
     """Refuses parameters that hold no arrays, or something else."""
+    check_no_state("params", params)
     leaves = jax.tree.leaves(params)
     if not leaves:
         raise ValueError(f"params holds no arrays: got {params!r}.")

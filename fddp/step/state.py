@@ -154,6 +154,26 @@ class StepInfo(NamedTuple):
 
 
 class Mean(NamedTuple):
+def check_state(state: Any) -> None:
+    """Refuses a value that is not a state, such as the pair that a step returns."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state must be a fddp.TrainState, got {type(state).__name__}: step.init(params) makes "
+            "the first state, and a step returns (state, info)."
+        )
+
+
+def check_no_state(name: str, tree: Any) -> None:
+    """Refuses a state, or the report of a step, where a tree of arrays belongs."""
+    kinds = (TrainState, StepInfo)
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(x, kinds):
+            raise TypeError(
+                f"{name} must be a tree of arrays, and holds a fddp.{type(x).__name__}: a step "
+                "returns (state, info), and fddp.whole(state.params) are the parameters."
+            )
+
+
     """A step's contributions, averaged over micro-batches, calls and replicas."""
 
     grads: Any

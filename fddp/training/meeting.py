@@ -1,6 +1,6 @@
 """A meeting of islands that do not wait for each other."""
 
-from fddp.step import TrainState
+from fddp.step import TrainState, check_state
 from fddp.training.train_step import TrainStep
 
 
@@ -29,4 +29,5 @@ def meet(step: TrainStep, state: TrainState) -> TrainState:
       >>> float(fddp.meet(step, state).params)
       1.0
     """
+    check_state(state)
     return step.settled.runner.meet(state)

@@ -134,6 +134,49 @@ def test_what_is_no_group_is_refused(group):
     refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
 
 
+### States
+
+
+def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
+    """Calls that take a state."""
+    calls = [step, step.no_sync, step.lower, step.tasks]
+    return [
+        *(partial(call, state, X) for call in calls),
+        partial(step.measure, state, [X]),
+        partial(fddp.audit, step, state, X),
+        partial(fddp.tune, step, state, X, target="h100:4"),
+        partial(fddp.fit_bits, step, state, X),
+    ]
+
+
+@pytest.mark.steps
+def test_what_is_not_a_state_is_refused_by_every_call_that_takes_one(make):
+    step = make()
+    state = step.init(W)
+    for _ in range(2):  # before and after the program exists
+        info = fddp.StepInfo(W)
+        for wrong in ((state, info), info, W, {"w": W}, None):
+            kind = type(wrong).__name__
+            says = f"state must be a fddp.TrainState, got {kind}: .* a step returns .state, info"
+            for call in calls_with(step, wrong):
+                refused(TypeError, says, call)
+        state, _ = step(state, X)
+    pair: Any = (state, info)
+    refused(TypeError, "got tuple: .* returns .state, info", lambda: fddp.meet(step, pair))
+
+
+def test_a_state_among_the_parameters_is_refused(make, group):
+    step = make()
+    pair = step(step.init(W), X)
+    mean: Any = lambda w, x: jnp.mean(w * x)  # noqa: E731
+    for wrong, kind in ((pair, "TrainState"), (pair[0], "TrainState"), (pair[1], "StepInfo")):
+        says = f"params must be a tree of arrays, and holds a fddp.{kind}: a step returns"
+        refused(TypeError, says, partial(step.init, wrong))
+    for wrong in pair[1], pair:
+        says = "state must be a tree of arrays, and holds a fddp"
+        refused(TypeError, says, partial(fddp.evaluate, mean, wrong, [X], group=group(4)))
+
+
 ### Losses
 
 
