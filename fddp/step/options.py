@@ -250,6 +250,11 @@ def with_some_new(options: Options, new: Mapping[str, Any]) -> Options:
       TypeError: there is no such option.
     """
     refuse_unknown("TrainStep.with_options", new, [option.name for option in fields(Options)])
-    if fixed := {"shard", "virtual_replicas"}.intersection(new):
-        raise ValueError(f"with_options keeps how a state is held, got {', '.join(sorted(fixed))}: use train_step.")
+    fixed = {"shard", "virtual_replicas", *(["ignore"] if options.shard else [])}
+    if fixed := fixed.intersection(new):
+        raise ValueError(
+            "with_options keeps how a state is held, got "
+            f"{', '.join(sorted(fixed))}: use train_step, "
+            "and begin with step.init(fddp.whole(state.params))."
+        )
     return replace(options, **new)

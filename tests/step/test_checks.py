@@ -177,6 +177,65 @@ def test_a_state_among_the_parameters_is_refused(make, group):
         refused(TypeError, says, partial(fddp.evaluate, mean, wrong, [X], group=group(4)))
 
 
+BOTH = {"w": np.ones(3, np.float32), "b": np.ones((), np.float32)}
+
+
+def line(params: Any, x: Any) -> jax.Array:
+    return jnp.mean((params["w"][0] * x + params["b"]) ** 2)
+
+
+OTHER_STATES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "Adam's for SGD": (
+        optax.adam(0.1),
+        optax.sgd(0.1),
+        {},
+        r"has 0/count int32\[\]; 0/mu/b .*this step's nothing else",
+    ),
+    "SGD's for Adam": (
+        optax.sgd(0.1),
+        optax.adam(0.1),
+        {},
+        r"has nothing else, and this step's 0/count int32\[\]; 0/mu",
+    ),
+    "an order of a chain": (
+        optax.chain(optax.clip(1.0), optax.trace(0.9)),
+        optax.chain(optax.trace(0.9), optax.clip(1.0)),
+        {},
+        r"has 1/trace/b float32\[\]; 1/trace/w .*this step's 0/trace/b float32\[\]; 0/trace/w",
+    ),
+    "in shards": (
+        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        {"shard": "optimizer"},
+        "has 0/count .*, and this step's 0/trace/b",
+    ),
+    "other nodes": (
+        optax.sgd(0.1),
+        optax.chain(optax.identity(), optax.identity(), optax.sgd(0.1)),
+        {},
+        r"has PyTreeDef\(.*, and this step's PyTreeDef\(",
+    ),
+    "local steps": (
+        fddp.local_steps(optax.adam(0.1)),
+        fddp.local_steps(optax.sgd(0.1)),
+        {},
+        "has inner/0/count .*, and this step's nothing else",
+    ),
+}
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_a_state_of_another_optimizer_is_refused_by_what_differs(group, name):
+    other, optimizer, options, says = OTHER_STATES[name]
+    step = fddp.train_step(line, optimizer, group=group(4), **options)
+    wrong = fddp.train_step(line, other, group=group(4), **options).init(BOTH)
+    for _ in range(2):  # before and after the program exists
+        refused(ValueError, f"to another optimizer, .*opt_state {says}", lambda: step(wrong, X))
+        state, _ = step(step.init(BOTH), X)
+    step(state, X)
+
+
 ### Losses
 
 
