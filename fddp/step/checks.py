@@ -1,8 +1,8 @@
 """Refusals of a step in each call, in the user's words, before JAX says it in its own."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
 from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, not_numeric, unjoined, unlike
-from fddp.schedules import compiling
+from fddp.schedules import compiling, forms_of
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
-from fddp.step.state import check_no_state
+from fddp.step.state import TrainState, check_no_state
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The scope in which a fused step sends a message (`fddp.schedules.scope`).
 MESSAGE_SCOPE = re.compile(r"(bucket|rows|gather|tail)\d*")
@@ -64,25 +66,30 @@ def check_trained(params: Any, chosen: Sequence[int]) -> None:
         raise ValueError(f"params holds {why}, so there is nothing to train: got {'; '.join(described('', params))}.")
 
 
-def check_params(plan: BucketPlan, params: Any) -> None:
-    """Says that parameters are those of another model.
-
-    Args:
-      plan: of the step.
-      params: what it was given.
-
-    Raises:
-      ValueError: the trees differ; the message names leaves.
-    """
-    if jax.tree.structure(params) == plan.treedef:
+def check_params(replica: Replica, first: Any, params: Any) -> None:
+    """Refuses parameters of another tree, and trained leaves of another shape or dtype."""
+    forms = forms_of(params)
+    trained = [jax.tree.leaves(replica.trained(tree)) for tree in (forms, first)]
+    if jax.tree.structure(forms) == jax.tree.structure(first) and trained[0] == trained[1]:
         return
-    got = set(described("", params))
-    planned = set(map(str, plan.leaves))
+    lines = [set(described("", tree)) for tree in (forms, first)]
     raise ValueError(
         "these parameters are not those of the model that this step was made for: they have "
-        f"{shortened(sorted(got - planned)) or 'nothing else'}, and lack "
-        f"{shortened(sorted(planned - got)) or 'nothing'}. Make a step of its own for each model."
+        f"{shortened(sorted(lines[0] - lines[1])) or 'nothing else'}, and lack "
+        f"{shortened(sorted(lines[1] - lines[0])) or 'nothing'}. Make a step of its own for each "
+        "model, shape and dtype."
     )
+
+
+def params_checked(replica: Replica, first: Any, call: Function) -> Function:
+    """Wraps a function so that its parameters are checked while it is traced, at no cost at run time."""
+
+    def traced(argument: Any, *rest: Any, **more: Any) -> Any:
+        params = argument.params if isinstance(argument, TrainState) else argument
+        check_params(replica, first, params)
+        return call(argument, *rest, **more)
+
+    return cast(Function, traced)
 
 
 def check_batch(replica: Replica, batch: Any) -> None:

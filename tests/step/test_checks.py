@@ -236,6 +236,43 @@ def test_a_state_of_another_optimizer_is_refused_by_what_differs(group, name):
     step(state, X)
 
 
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dtype": (lambda w: w.astype(jnp.bfloat16), r"w bfloat16\[3\], and lack w float32\[3\]"),
+    "shape": (lambda w: jnp.concatenate([w, w]), r"w float32\[6\], and lack w float32\[3\]"),
+}
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "staged"}, {"schedule": "eager"}, {"shard": "optimizer"}, {"shard": "state"}],
+    ids=str,
+)
+def test_parameters_that_change_their_form_are_refused_by_leaf(group, name, options):
+    change, says = CHANGES[name]
+    step = fddp.train_step(line, optax.adam(0.1), group=group(4), donate=False, **options)
+    state, _ = step(step.init(BOTH), X)
+
+    def changed(tree: Any) -> Any:
+        if options.get("shard") == "state" and name == "dtype":
+            part = tree["w"]
+            return tree | {"w": dataclasses.replace(part, parts=change(part.parts))}
+        return tree | {"w": change(fddp.whole(tree)["w"])}
+
+    wrong = state._replace(params=changed(state.params))
+    for call in (step, step.no_sync):
+        refused(ValueError, f"not those of the model .*they have {says}", partial(call, wrong, X))
+    step(state, X)
+
+
+def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
+    step = make(donate=False)
+    state, _ = step(step.init(W), X)
+    same, _ = step(state._replace(params=np.asarray(state.params, np.float64)), X)
+    assert same.params == step(state, X)[0].params
+
+
 ### Losses
 
 
