@@ -148,12 +148,12 @@ class StepInfo(NamedTuple):
     travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed, and p − 1 times those of
     rows."""
     skipped: Bool[Array, ""] | None = None
-    """Whether the step changed nothing, as its mean gradients are not all finite; with `skip_nonfinite`."""
+    """Whether the step changed nothing, as its mean gradients are not all finite. Set with
+    `skip_nonfinite`, `fddp.dynamic_scale`, whose scale then changes, and `optax.apply_if_finite`."""
     broken: Bool[Array, " leaves"] | None = None
     """Marks the trained leaves whose gradients were not finite on this very replica; with `skip_nonfinite`."""
 
 
-class Mean(NamedTuple):
 def check_state(state: Any) -> None:
     """Refuses a value that is not a state, such as the pair that a step returns."""
     if not isinstance(state, TrainState):
@@ -174,6 +174,7 @@ def check_no_state(name: str, tree: Any) -> None:
             )
 
 
+class Mean(NamedTuple):
     """A step's contributions, averaged over micro-batches, calls and replicas."""
 
     grads: Any
