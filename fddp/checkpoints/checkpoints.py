@@ -22,7 +22,7 @@ from fddp.checkpoints.saving import taken, written
 from fddp.checkpoints.state_forms import named
 from fddp.comm import Group
 from fddp.jax_internals import without_context_mesh
-from fddp.step import TrainState
+from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
 
 
@@ -106,6 +106,7 @@ class Checkpoints:
           ValueError: two leaves have one name, with a key "a/b" beside a key "b" in "a"; likewise.
           OSError: the folder cannot be written; on every rank.
         """
+        check_state(state)
         if refusal := self._folder.refusal:
             raise OSError(
                 f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, and save with another "
@@ -166,6 +167,7 @@ class Checkpoints:
             return state, None
         number, listed = found
         read = source(self._folder, number, listed)
+        on_all(self._folder, lambda: check_state(state))
         state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
         self._step.training.number = number
         self._last = number

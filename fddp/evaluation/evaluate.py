@@ -21,7 +21,7 @@ from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
 from fddp.sharding import whole
-from fddp.step import TrainState, check_filled, refuse_transformations
+from fddp.step import TrainState, check_filled, check_no_state, refuse_transformations
 
 
 def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], *, group: Group | None = None) -> Any:
@@ -76,6 +76,7 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
 def _described(metric_fn: Any, held: Any) -> list[str]:
     """The form of what is to be evaluated, or what is wrong with it."""
     check_callable("evaluate", "metric_fn", metric_fn)
+    check_no_state("fddp.evaluate: state", held)
     leaves = jax.tree.leaves(held)
     refuse_deleted(leaves)
     for x in leaves:

@@ -22,7 +22,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
 from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
-from fddp.step import QUORUM, refuse
+from fddp.step import QUORUM, check_state, refuse
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -192,7 +192,8 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
       ValueError: there are no batches, or not equally many on every rank; or islands do not wait for each other.
     """
     batches = list(batches)
-    verify(step.group, "batches to measure", lambda: [f"{len(batches)} batches"])
+    count = [f"{len(batches)} batches"]
+    verify(step.group, "state or batches", lambda: check_state(state), lambda _: count)
     if not batches:
         raise ValueError("there is nothing to measure: batches is empty.")
     refuse_deleted(state)

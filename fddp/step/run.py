@@ -16,7 +16,7 @@ from fddp.schedules import Footprint, Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
-from fddp.step.state import TrainState, opened, promised
+from fddp.step.state import TrainState, check_state, opened, promised
 
 # What is equal on all replicas, pending, in shards, remembered for each message, and the rows: as programs take them.
 Given: TypeAlias = tuple[TrainState, Any, Any, Any, Any]
@@ -40,6 +40,8 @@ def ready(
       The settled step, and state and batch as its arguments.
     """
     refuse_transformations()
+    if settled:  # the first call checks it on all ranks together, in `settle`
+        check_state(state)
     # Taken apart once: after a step of large arrays its leaves are far from the cache.
     given = opened(state) if settled and settled.runner.promises else state
     leaves, tree = jax.tree.flatten(given)
