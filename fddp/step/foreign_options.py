@@ -18,7 +18,7 @@ ANSWERS = {
     "process_group": "give group=, from fddp.init() or group.subgroup(ranks)",
     "bucket_cap_mb_list": "give bucket_cap_mb=[…], with the cap of each bucket in order",
     "batched_grad_copy": LEAVE + "XLA copies all gradients of a bucket at once",
-    "forward_sync_buffers": "give broadcast_buffers=; step.init gives all ranks rank 0's",
+    "forward_sync_buffers": "give broadcast_buffers=, and step.init gives all ranks rank 0's",
     "check_reduction": LEAVE + "PyTorch ignores it too",
     "require_manual_backward_finalization": LATE,
     "init_sync": LEAVE + "step.init compares the ranks and gives all of them rank 0's values",

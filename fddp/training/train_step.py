@@ -238,8 +238,7 @@ class TrainStep:
         """The same step with some options new: schedule, buckets, hook. It goes on from a state of this one.
 
         Args:
-          **options: fields of `fddp.Options`, except `shard`, `virtual_replicas` and `ignore`,
-            on which the form of a state depends.
+          **options: fields of `fddp.Options`, except the form of a state: `shard`, `virtual_replicas`, `ignore`.
 
         Returns:
           A step of its own, which its next batch settles.

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from problems import by_plain_jax, first_column
+from problems import first_column
+from truth import by_plain_jax
 
 import fddp
 
@@ -80,7 +81,7 @@ def trained(group: fddp.Group, **options: Any) -> Any:
 
 def after_steps(**options: Any) -> Callable[[fddp.Group, Path], None]:
     def check(group: fddp.Group, folder: Path) -> None:
-        close(trained(group, **options), by_plain_jax(first_column, OPTIMIZER, PARAMS, ROWS, 3)[0])
+        close(trained(group, **options), by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 3).params)
 
     return check
 
@@ -95,7 +96,7 @@ def accumulated(group: fddp.Group, folder: Path) -> None:
     step = fddp.train_step(first_column, OPTIMIZER, group=group)
     state, _ = step.no_sync(step.init(PARAMS), ROWS[:8])
     state, _ = step(state, ROWS[8:])
-    close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, ROWS, 1)[0])
+    close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 1).params)
 
 
 def evaluated(group: fddp.Group, folder: Path) -> None:
@@ -164,7 +165,7 @@ def joined(group: fddp.Group, folder: Path) -> None:
     state = step.init(PARAMS)
     for batch in fddp.join([ROWS], group):
         state, _ = step(state, batch)
-    close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, ROWS, 1)[0])
+    close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 1).params)
 
 
 def made_by_a_function(group: fddp.Group, folder: Path) -> None:
@@ -187,7 +188,7 @@ def in_local_steps(group: fddp.Group, folder: Path) -> None:
     state = step.init(PARAMS)
     for _ in range(2):
         state, _ = step(state, np.tile(ROWS[:1], (8, 1)))
-    close(fddp.whole(state.params), by_plain_jax(first_column, optax.sgd(0.1), PARAMS, ROWS[:1], 2)[0])
+    close(fddp.whole(state.params), by_plain_jax(first_column, optax.sgd(0.1), PARAMS, [ROWS[:1]] * 2).params)
 
 
 CHECKS: dict[str, Callable[[fddp.Group, Path], None]] = {
@@ -241,7 +242,7 @@ def test_rows_and_parameters_may_lie_in_parts(options: dict[str, Any], inside: b
         for _ in range(3):
             state, _ = step(state, lying(ROWS, mesh, PartitionSpec("data")))
         params = fddp.whole(state.params)
-    close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, ROWS, 3)[0])
+    close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 3).params)
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "eager"}, {"shard": "state"}], ids=str)
@@ -263,7 +264,7 @@ def test_results_go_on_in_programs_of_the_groups_own_mesh(options: dict[str, Any
             _, grads = gradients_of(params, lying(ROWS, mesh, PartitionSpec("data")))
             updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
-    close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, ROWS, 3)[0])
+    close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 3).params)
 
 
 def test_results_of_another_mesh_go_on_when_they_are_put_on_it(kind: AxisType):
