@@ -243,7 +243,7 @@ def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Gr
         ((state, None), TypeError, "state must be a fddp.TrainState, got tuple"),
         (other, ValueError, "the state belongs to another optimizer"),
     ):
-        given = wrong if odd(group) else state
+        given: Any = wrong if odd(group) else state
         for call in (step, step.tasks, lambda given, x: step.measure(given, [x])):
             message = the_same(group, error_of(lambda call=call, given=given: call(given, x), kind))
             assert f"rank {group.size - 1}: {kind.__name__}: {says}" in message, message

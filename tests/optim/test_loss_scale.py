@@ -151,7 +151,7 @@ def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(group,
 
 
 def test_info_skipped_is_none_where_no_step_can_be_skipped(group):
-    optimizer = optax.MultiSteps(optax.sgd(1.0), 2)
+    optimizer = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     step = fddp.train_step(product, optimizer, group=group(2))
     assert step(step.init(np.float32(1)), rows(1, 1))[1].skipped is None
 

@@ -123,7 +123,7 @@ def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainSta
 @pytest.mark.parametrize("name", COUNTED)
 def test_parts_that_alternate_train_as_with_separate_optimizers(group, name, options):
     """Compared with two optimizers in plain JAX, each updated only in its turns."""
-    optimizers = {part: COUNTED[name]() for part in NETS}
+    optimizers: dict[Any, Any] = {part: COUNTED[name]() for part in NETS}
     params = dict[str, Any](NETS)
     states = {part: optimizers[part].init(NETS[part]) for part in NETS}
     for part, x in zip(TURNS, BATCHES):

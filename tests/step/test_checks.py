@@ -153,8 +153,8 @@ def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
 def test_what_is_not_a_state_is_refused_by_every_call_that_takes_one(make):
     step = make()
     state = step.init(W)
+    info = fddp.StepInfo(jnp.zeros(()))
     for _ in range(2):  # before and after the program exists
-        info = fddp.StepInfo(W)
         for wrong in ((state, info), info, W, {"w": W}, None):
             kind = type(wrong).__name__
             says = f"state must be a fddp.TrainState, got {kind}: .* a step returns .state, info"
@@ -232,8 +232,7 @@ def test_a_state_of_another_optimizer_is_refused_by_what_differs(group, name):
     wrong = fddp.train_step(line, other, group=group(4), **options).init(BOTH)
     for _ in range(2):  # before and after the program exists
         refused(ValueError, f"to another optimizer, .*opt_state {says}", lambda: step(wrong, X))
-        state, _ = step(step.init(BOTH), X)
-    step(state, X)
+        step(step(step.init(BOTH), X)[0], X)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
