@@ -474,6 +474,34 @@ def test_a_context_goes_along_into_another_thread_and_leaves_no_trace_there(name
         assert thread.submit(ask).result() == there, f"jax.{name} is left behind"
 
 
+### Meshes
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_function_without_the_mesh_that_is_set_keeps_it_while_jax_traces(kind: AxisType):
+    around = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(kind,))
+    x = jax.device_put(np.ones(2), NamedSharding(mesh(), PartitionSpec()))
+    names = internals.without_context_mesh(lambda: jax.sharding.get_abstract_mesh().axis_names)
+    assert internals.context_mesh().empty
+    with jax.set_mesh(around):
+        assert internals.context_mesh() == around
+        assert names() == () and internals.without_context_mesh(jnp.add)(x, x).tolist() == [2, 2]
+        assert jax.jit(lambda: len(names()))() == 1
+        assert internals.context_mesh() == around
+
+
+def test_an_array_is_laid_along_other_axes_or_put_on_another_mesh():
+    auto, explicit = (
+        Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    x = jax.device_put(np.arange(4), NamedSharding(explicit, PartitionSpec("data")))
+    moved = internals.on_mesh(x, auto)
+    assert moved.sharding == NamedSharding(auto, PartitionSpec("data")) and moved.tolist() == [0, 1, 2, 3]
+    whole = jax.jit(lambda x: internals.resharded(x, PartitionSpec()))
+    assert whole(x).is_fully_replicated and whole(x).sharding.mesh == explicit and whole(x).tolist() == [0, 1, 2, 3]
+    assert jax.make_jaxpr(whole)(moved).jaxpr.eqns[0].params["jaxpr"].eqns == []
+
+
 ### Transfers
 
 

@@ -89,7 +89,9 @@ def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], 
 
 def scalar_dtype(shapes: Iterable[Any]) -> np.dtype:
     """The real dtype that holds every number of a tail, given arrays or their shapes."""
-    floats = [jnp.finfo(x.dtype).dtype for x in shapes if jnp.issubdtype(x.dtype, jnp.inexact)]
+    # Narrower floats fit into float32. JAX has no implicit promotion for floats of 8 bits or less.
+    inexact = [x.dtype for x in shapes if jnp.issubdtype(x.dtype, jnp.inexact)]
+    floats = [jnp.finfo(dtype).dtype for dtype in inexact if dtype.itemsize >= 4]
     return np.dtype(jnp.result_type(np.float32, *floats))
 
 

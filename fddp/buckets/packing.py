@@ -43,7 +43,7 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
     return tuple(joined(pieces(bucket), bucket.dtype, bucket.rounds) for bucket in plan.buckets)
 
 
-def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
+def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
     """Takes the leaves out of the buckets again: the inverse of `pack`.
 
     Args:
@@ -56,7 +56,8 @@ def unpack(plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]) -> Any:
     Raises:
       ValueError: the number or the length of the buckets is not the plan's.
     """
-    got = [b.shape for b in buckets]
+    buckets = tuple(buckets)  # a generator can be read only once
+    got = [jnp.shape(flat) for flat in buckets]
     planned = [(b.size,) for b in plan.buckets]
     if got != planned:
         raise ValueError(f"buckets of shapes {got} do not fit the plan, which has {planned}.")

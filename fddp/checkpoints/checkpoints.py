@@ -9,20 +9,20 @@ import secrets
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from fddp.checkpoints.files import swept
-from fddp.checkpoints.folder import met, on_all
+from fddp.checkpoints.folder import located, met, on_all
 from fddp.checkpoints.host_arrays import laid
 from fddp.checkpoints.restoring import newest, source
 from fddp.checkpoints.saving import taken, written
 from fddp.checkpoints.state_forms import named
 from fddp.comm import Group
-from fddp.step import TrainState
+from fddp.jax_internals import without_context_mesh
+from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
 
 
@@ -54,13 +54,14 @@ class Checkpoints:
 
         Args:
           path: the folder. With `shard` all ranks must see it, else rank 0. Where a restart may put rank 0 on another
-            host, both must see it.
+            host, both must see it. From a folder that cannot be written, checkpoints can be restored.
           step: the step whose states are saved.
           every: after how many steps a state is saved.
           keep: how many of the newest to keep.
 
         Raises:
-          ValueError: a number below 1; or the step has `shard`, and a rank does not see the folder; on every rank.
+          ValueError: a number below 1; a path that is empty or a URL; or the step has `shard`, and a rank does not see
+            the folder; on every rank.
           TypeError: `step` is none.
           ModuleNotFoundError: TensorStore is not installed.
           RuntimeError: rank 0 cannot open the folder; on every rank. A process that is alone raises the OSError itself.
@@ -70,8 +71,8 @@ class Checkpoints:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Checkpoints: {name} must be a whole number of 1 or more, got {value!r}.")
-        self._path = Path(path).absolute()
         self._step = step
+        self._path = located(path)
         self._every = int(every)
         self._keep = int(keep)
         self._last: int | None = None  # the number that was saved last; None before a state is seen
@@ -83,6 +84,7 @@ class Checkpoints:
         self._token = self._group.broadcast(np.frombuffer(secrets.token_bytes(4), np.uint8)).tobytes().hex()
         self._folder = met(self._group, self._path, self._token, step.options.shard)
 
+    @without_context_mesh
     def save(self, state: TrainState, place: Any = None, *, now: bool = False) -> bool:
         """Saves a state if so many steps have passed since the last time; call it after each step, on every rank.
 
@@ -102,7 +104,14 @@ class Checkpoints:
         Raises:
           TypeError: `place` is nothing that JSON can hold; at the first call, whether or not a state is due.
           ValueError: two leaves have one name, with a key "a/b" beside a key "b" in "a"; likewise.
+          OSError: the folder cannot be written; on every rank.
         """
+        check_state(state)
+        if refusal := self._folder.refusal:
+            raise OSError(
+                f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, and save with another "
+                "Checkpoints in a folder that can be written."
+            )
         training = self._step.training
         if self._last is None:
             # What cannot be saved is told now, not after `every` steps.
@@ -134,6 +143,7 @@ class Checkpoints:
         journal.between()
         return True
 
+    @without_context_mesh
     def restore(self, state: TrainState) -> tuple[TrainState, Any]:
         """The newest whole checkpoint, or the given state where there is none; every rank calls it.
 
@@ -157,6 +167,7 @@ class Checkpoints:
             return state, None
         number, listed = found
         read = source(self._folder, number, listed)
+        on_all(self._folder, lambda: check_state(state))
         state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
         self._step.training.number = number
         self._last = number

@@ -5,18 +5,21 @@ ones as they were. In it lies a list of all files and their digests: a checkpoin
 files are as it says. They are compared before any is read: of damaged ones a reader may make numbers, or a noise.
 """
 
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b, file_digest
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 LIST = "fddp.json"
-BEGUN = re.compile(r"(\d+)\.(orbax-checkpoint-tmp|begun).*|met\..*")
-"""Names of what is being written; Orbax wrote older checkpoints."""
+BEGUN = re.compile(r"(\d+)\.(orbax-checkpoint-tmp(-\d+)?|begun\.[0-9a-f]{8}\.\d+(\.replaced)?)|met\.[0-9a-f]{8}")
+"""Names of what is being written, and not of a user's files; Orbax wrote older checkpoints."""
 
 
 class Listed(NamedTuple):
@@ -60,7 +63,7 @@ def numbers(path: Path) -> tuple[list[int], list[int]]:
     """
     names = [entry.name for entry in path.iterdir()]
     found = {int(name) for name in names if name.isdecimal()}
-    finished = {number for number in found if (path / str(number) / LIST).exists()}
+    finished = {number for number in found if _has_list(path / str(number))}
     begun = {int(match[1]) for match in map(BEGUN.fullmatch, names) if match and match[1]}
     return sorted(finished, reverse=True), sorted(found - finished | begun)
 
@@ -104,12 +107,13 @@ def read_list(folder: Path) -> Listed | str:
       The list, or what is wrong with it.
     """
     try:
-        digest, text = json.loads((folder / LIST).read_bytes())
-        if digest == _digest(text.encode()):
-            return Listed(**json.loads(text))
-    except (ValueError, OSError):
-        pass
-    return f"{LIST} is damaged"
+        with _open(folder / LIST) as file:
+            digest, text = json.loads(file.read())
+        return _listed(json.loads(text)) if digest == _digest(text.encode()) else f"{LIST} is damaged"
+    except OSError as error:
+        return f"{LIST} cannot be read: {error.strerror}"
+    except Exception:  # JSON of any other kind, or too deep
+        return f"{LIST} is damaged"
 
 
 def wrong(folder: Path, files: Mapping[str, str]) -> str:
@@ -163,8 +167,32 @@ def _digest(data: bytes) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
+    with _open(path) as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def _open(path: Path) -> BufferedReader:
+    """Opens a file; a pipe or a device might never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.open("rb")
+
+
+def _listed(fields: Any) -> Listed:
+    """Takes from a list what this version knows; a later one may have added fields."""
+    forms = {name: (str(dtype), [int(n) for n in dims]) for name, (dtype, dims) in fields["forms"].items()}
+    files = {name: str(digest) for name, digest in fields["files"].items()}
+    cuts = {name: [(int(n), int(width)) for n, width in dims] for name, dims in fields.get("cuts", {}).items()}
+    values = fields["told"]
+    return Listed({**values, "place": values["place"], "replicas": int(values["replicas"])}, forms, files, cuts)
+
+
+def _has_list(folder: Path) -> bool:
+    """Whether a checkpoint has a list; one that cannot be looked at counts, so that it is named as unreadable."""
+    try:
+        return bool((folder / LIST).stat())
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def _sync(folder: Path) -> None:

@@ -1,8 +1,12 @@
 """The folder of checkpoints as the ranks of a group see it."""
 
+import errno
+import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +22,19 @@ class Folder(NamedTuple):
     path: Path
     shared: bool
     """Whether all ranks write where rank 0 reads; else rank 0 alone uses it."""
+    refusal: str = ""
+    """The reason why nothing can be written there; "" where it can."""
+
+
+def located(path: str | PathLike[str]) -> Path:
+    """Finds the folder that a user's path names, and refuses an empty path and a URL."""
+    name = os.fsdecode(path)
+    if re.match(r"$|[A-Za-z][\w+.-]+:/", name):  # of "gs://…" a Path leaves "gs:/…"
+        raise ValueError(
+            f"Checkpoints: path must be a folder of a file system, got {name!r}: give the path at which a bucket is "
+            "mounted, and '.' for the current folder."
+        )
+    return Path(name).expanduser().absolute()
 
 
 def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
@@ -30,7 +47,7 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
       shard: what of a state lies in shards, as the user says it.
 
     Returns:
-      The folder.
+      The folder; a read-only folder can be restored from, and rank 0 reads for all ranks.
 
     Raises:
       ValueError: something lies in shards, and a rank does not see the folder; on every rank.
@@ -40,13 +57,20 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
     meeting = path / f"met.{token}"
     alone = Folder(group, path, shared=False)
 
-    def open_folder() -> None:
+    def open_folder() -> str:
         check_installed()
-        if group.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            meeting.mkdir()
+        try:
+            if group.rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
+                meeting.mkdir()
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not path.is_dir():
+                raise
+            return str(error.strerror)
+        return ""
 
-    on_all(alone, open_folder)
+    if refusal := group.broadcast_object(on_all(alone, open_folder)):
+        return alone._replace(refusal=refusal)
     blind = not_seen(group, meeting)
     if blind and shard:
         raise ValueError(

@@ -31,7 +31,7 @@ from fddp.checkpoints.state_forms import (
     words,
 )
 from fddp.checkpoints.stored_arrays import Index, Portion, Read
-from fddp.comm import REPLICATED, Group, Nodes
+from fddp.comm import REPLICATED, Group, Nodes, whole_here
 from fddp.sharding import whole
 from fddp.step import TrainState
 
@@ -71,7 +71,7 @@ def gathered(group: Group, state: TrainState) -> list[Portion]:
         if is_row(group, name):
             x = np.concatenate(group.all_gather(x))
         elif not _here(x):
-            x = jax.block_until_ready(_gathering(x.sharding.mesh)(x))
+            x = jax.block_until_ready(whole_here(x))
         if group.rank == 0 and x.size:
             portions.append(_everything(name, np.array(x)))
     return portions
@@ -265,12 +265,6 @@ def _closed(place: Index, shape: tuple[int, ...]) -> Index:
     """The same range with its ends in numbers; of dims that are not named all."""
     named = (*place, *[slice(None)] * (len(shape) - len(place)))
     return tuple(slice(*one.indices(n)[:2]) for one, n in zip(named, shape))
-
-
-@cache
-def _gathering(mesh: Any) -> Any:
-    """Makes a program for each mesh, not for each array that is saved."""
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
 
 def _sharding(group: Group, name: str, x: Any, apart: bool = False) -> Any:

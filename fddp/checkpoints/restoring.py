@@ -63,7 +63,7 @@ def source(folder: Folder, number: int, listed: Listed) -> Read:
     Returns:
       The function; where rank 0 alone sees the folder, it reads in what rank 0 has handed round.
     """
-    read = reader(folder.path / str(number))
+    read = reader(folder.path / str(number), listed.forms)
     if folder.shared:
         return read
     forms = {name: (dtype, tuple(dims)) for name, (dtype, dims) in listed.forms.items() if prod(dims)}
@@ -83,7 +83,7 @@ def _wrong(folder: Folder, number: int, listed: Listed | str) -> str:
     """Compares files with their digests, each rank some of them; "" if all are as they were."""
     if isinstance(listed, str):
         return listed
-    group, path, shared = folder
+    group, path, shared, _ = folder
     names = sorted(listed.files)
     mine = names[group.rank :: group.processes] if shared else names if group.rank == 0 else []
     found = wrong(path / str(number), {name: listed.files[name] for name in mine})

@@ -40,7 +40,7 @@ def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
     Returns:
       The copies.
     """
-    group, _, shared = folder
+    group, _, shared, _ = folder
     together = shared and lies_apart(group, state)
     portions = held(group, state) if shared else gathered(group, state)
     leaves = named(state)

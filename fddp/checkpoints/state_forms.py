@@ -10,7 +10,8 @@ import numpy as np
 
 from fddp.buckets import Shard, is_shard, stacked
 from fddp.checkpoints.files import Listed
-from fddp.comm import Group, shortened
+from fddp.comm import REPLICATED, Group, shortened
+from fddp.jax_internals import resharded
 from fddp.step import TrainState
 from fddp.wording import leaf_name
 
@@ -56,8 +57,10 @@ def check_fits(group: Group, number: int, listed: Listed, leaves: Mapping[str, A
     """
     before = listed.told["replicas"]
     forgotten = {name for name in leaves if part_of_state(name) == "hook_state" and before != group.size}
-    wanted = [_described(name, form(group, name, x)) for name, x in leaves.items() if name not in forgotten]
-    got = [_described(name, form) for name, form in listed.forms.items() if name not in forgotten]
+    # Keys of dicts: a search in a list of thousands of leaves takes seconds.
+    forms = {name: form(group, name, x) for name, x in leaves.items()}
+    wanted = {_described(*item): None for item in forms.items() if item[0] not in forgotten}
+    got = {_described(*item): None for item in listed.forms.items() if item[0] not in forgotten}
     more = [x for x in got if x not in wanted]
     less = [x for x in wanted if x not in got]
     if not more and not less:
@@ -118,7 +121,7 @@ def word_form(x: Any) -> Any:
 
 
 def _flat_words(keys: Any) -> Any:
-    return jax.random.key_data(keys).reshape(-1)
+    return jax.random.key_data(resharded(keys, REPLICATED)).reshape(-1)
 
 
 def _shard_of_words(keys: Shard, flat: Any) -> Shard:
@@ -132,7 +135,7 @@ def of_flat_words(flat: jax.Array, like: Any) -> jax.Array:
     impl = key_impl(like)
 
     def keys(flat: jax.Array) -> jax.Array:
-        return jax.random.wrap_key_data(flat.reshape(*like.shape, -1), impl=impl)
+        return jax.random.wrap_key_data(resharded(flat, REPLICATED).reshape(*like.shape, -1), impl=impl)
 
     return jax.jit(keys, out_shardings=flat.sharding)(flat)
 

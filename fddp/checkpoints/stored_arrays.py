@@ -6,10 +6,11 @@ joins the databases in a table of contents, which is small; nobody reads or copi
 Source: TensorStore's zarr arrays in OCDBT, in the form in which Orbax writes them, too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
 BATCH_BYTES = 32 * 2**20  # of these one file is made
@@ -63,7 +64,8 @@ def write(folder: Path, portions: Iterable[Portion]) -> None:
     transaction = ts.Transaction()
     size = 0
     for one in portions:
-        for place, x in one.pieces:
+        for place, piece in one.pieces:
+            x = _storable(piece)
             array = ts.open(
                 _spec(folder, one.name) | {"metadata": {"compressor": None}, "store_data_equal_to_fill_value": True},
                 dtype=ts.dtype(x.dtype),
@@ -101,11 +103,12 @@ def join(folder: Path, parts: Iterable[Path]) -> None:
     transaction.commit_sync()
 
 
-def reader(folder: Path) -> Read:
+def reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) -> Read:
     """Makes a function that reads ranges of a checkpoint's arrays.
 
     Args:
       folder: of a checkpoint, or of one that Orbax wrote.
+      forms: the dtype and the dims of each array.
 
     Returns:
       `read(name, dims, range)`: where an array was saved with other dims all of it is read, then the range taken.
@@ -119,11 +122,22 @@ def reader(folder: Path) -> Read:
         # Orbax leaves out what is all zeros.
         spec = _spec(folder / OLD if by_orbax else folder, name) | {"fill_missing_data_reads": by_orbax}
         array = ts.open(spec, open=True, context=context).result()
-        if array.shape == dims:
-            return array[place].read().result()
-        return array.read().result().reshape(dims)[place]
+        alike = array.shape == dims
+        x = (array[place] if alike else array).read().result().view(jnp.dtype(forms[name][0]))
+        return x if alike else x.reshape(dims)[place]
 
     return read
+
+
+def _storable(x: np.ndarray) -> np.ndarray:
+    """The same bytes in a dtype that TensorStore has; it has no uint4."""
+    import tensorstore as ts
+
+    try:
+        ts.dtype(x.dtype)
+    except ValueError:
+        return x.view(f"u{x.dtype.itemsize}")
+    return x
 
 
 def _context() -> Any:

@@ -40,6 +40,7 @@ from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels
 from fddp.comm.mesh import mesh_transport as mesh_transport
 from fddp.comm.mesh import replica_mesh as replica_mesh
+from fddp.comm.mesh import world_group as world_group
 from fddp.comm.mesh_programs import mesh_placement as mesh_placement
 from fddp.comm.mpi import mpi_group as mpi_group
 from fddp.comm.placement import AXIS as AXIS
@@ -53,6 +54,7 @@ from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.placement import trace_again as trace_again
+from fddp.comm.placement import whole_here as whole_here
 from fddp.comm.recovery import Recovery as Recovery
 from fddp.comm.recovery import leave as leave
 from fddp.comm.recovery import poll as poll

@@ -22,6 +22,7 @@ from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
+from fddp.jax_internals import without_context_mesh
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -49,7 +50,7 @@ class Group:
     """"nccl", "gloo", "mpi" or "local"."""
     global_ranks: tuple[int, ...]
     """The processes in order of rank, by their number in the whole job."""
-    placement: Placement = field(repr=False)
+    placement: Placement
     """The devices on which its replicas' programs run, and their arrays lie."""
     communicator: Communicator = field(repr=False)
     """Collectives of its replicas inside a program."""
@@ -156,6 +157,7 @@ class Group:
             raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}.")
         return reduce(REDUCTIONS[op], self.all_gather(x))
 
+    @without_context_mesh
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """Gives every process the root's values, in packed chunks of at most 64 MiB.
 

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fddp.comm.placement import whole_here
+
 
 def hosted(x: Any) -> np.ndarray:
     """Brings an array to the host; of random keys their words."""
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    return np.asarray(whole_here(jax.random.key_data(x) if _is_key(x) else x))
 
 
 def from_hosted(value: np.ndarray, like: Any) -> Any:

@@ -22,7 +22,7 @@ from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
 from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
-from fddp.jax_internals import coordination_client
+from fddp.jax_internals import context_mesh, coordination_client, on_mesh, without_context_mesh
 
 
 def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
@@ -107,6 +107,17 @@ def _lane(devices: frozenset[Any]) -> Lane:
     """Gives one lane for the same devices, however many groups are made of them, as XLA has one Gloo communicator."""
     del devices
     return Lane()
+
+
+def world_group(devices: Sequence[Any]) -> Group:
+    """Makes the group of all replicas: on the mesh that is set, if it has one axis and these devices."""
+    mesh = context_mesh()
+    if len(mesh.axis_names) != 1 or set(mesh.devices.flat) != set(devices):
+        mesh = replica_mesh(devices)
+    processes = [device.process_index for device in mesh.devices.flat]
+    if processes != sorted(processes):  # ranks have the order in which launchers number processes
+        mesh = Mesh(np.array(devices), mesh.axis_names, axis_types=mesh.axis_types)
+    return mesh_group(mesh, mesh.axis_names[0])
 
 
 def replica_mesh(devices: Sequence[Any]) -> Mesh:
@@ -214,10 +225,12 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
         jax.shard_map(lambda rows: jax.lax.psum(rows[0], "process"), mesh=hosts, in_specs=row, out_specs=REPLICATED)
     )
 
+    @without_context_mesh
     def all_gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
         with jax.disable_jit(False):  # without jit no host sees what another has
             return np.asarray(copy(from_process(NamedSharding(hosts, row), data[None])))
 
+    @without_context_mesh
     def broadcast(data: Bytes, root: int) -> Bytes:
         # A broadcast as a sum of bytes to which only the root contributes: exact for any dtype.
         mine = data if jax.process_index() == hosts.devices.flat[root].process_index else np.zeros_like(data)
@@ -233,18 +246,14 @@ def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transpo
     XLA keeps one Gloo communicator for each order of devices, and on one communicator two sums at once mix, without an
     error. A sum of floats may differ in its last bits from that in another order; all ranks get the same bits.
     """
-    ring = Mesh(np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape), mesh.axis_names)
+    devices = np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape)
+    ring = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
     placement = mesh_placement(ring, axis_name)
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform)
     other = mesh_transport(placement, communicator, piece, turn)
 
-    def there(x: jax.Array, home: Mesh, spec: PartitionSpec) -> jax.Array:
-        """Makes an array over the devices in another order, of the parts that this process has."""
-        parts = [shard.data for shard in x.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(home, spec), parts)
-
     def turned(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: there(collective(there(x, ring, placement.per_replica)), mesh, REPLICATED)
+        return lambda x: on_mesh(collective(on_mesh(x, ring)), mesh)
 
     # A reduce-scatter gives each replica its own part, so it keeps the mesh's own order.
     own = mesh_transport(mesh_placement(mesh, axis_name), communicator, piece)

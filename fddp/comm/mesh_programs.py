@@ -36,11 +36,12 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
     Returns:
       The placement.
     """
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    single = mesh.shape[axis_name] == mesh.size  # a replica is one device
+    if not single:  # XLA partitions the loss along the other axes
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     per_replica = PartitionSpec(axis_name)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
-    single = mesh.shape[axis_name] == mesh.size  # a replica is one device
     sharding = functools.cache(partial(NamedSharding, mesh))
     fed_by_programs = single and sharding(per_replica).is_fully_addressable
     view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})

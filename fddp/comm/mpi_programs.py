@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from fddp.comm.communicator import mpi_communicator
 from fddp.comm.mpi_words import mpi_words
-from fddp.comm.placement import AXIS, REPLICATED, WHOLE, Placement, held_alike, placed_alike, trace
+from fddp.comm.placement import AXIS, REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike, trace
 from fddp.comm.translation import run_translated, speaks
 from fddp.jax_internals import without_jit
 
@@ -59,6 +59,6 @@ def mpi_placement(comm: Any) -> Placement:
         holds=partial(held_alike, here),
         each=lambda x: (x,),
         together=lambda arrays, spec: arrays[0],
-        feed=lambda rows: rows,
+        feed=partial(jax.tree.map, lambda x: placed(x, here) if isinstance(x, jax.Array) else x),
     )
     return placement

@@ -7,14 +7,15 @@ along its other axes the user places arrays as any JAX array is placed.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from fddp.jax_internals import ClosedJaxpr, asked_for, part_shape, parts_here
+from fddp.jax_internals import ClosedJaxpr, asked_for, part_shape, parts_here, resharded
 
 # The spec of an array that is equal on all replicas.
 REPLICATED = PartitionSpec()
@@ -57,6 +58,9 @@ class Placement(NamedTuple):
     """Joins the arrays of this process's replicas into one: the inverse of `each`."""
     feed: Callable[[Any], Any]
     """Makes this process's rows the arguments of one program; `place`, which is slower, serves several programs."""
+
+    def __repr__(self) -> str:
+        return f"Placement(axis_name={self.axis_name!r})"
 
     @property
     def other_axes(self) -> tuple[str, ...]:
@@ -174,4 +178,23 @@ def placed(x: Any, sharding: Sharding) -> Any:
 def from_process(sharding: Sharding, x: Any) -> jax.Array:
     """Makes an array over several processes from this one's part; an explicit transfer, to JAX's transfer guard."""
     with asked_for():
+        x = whole_here(x) if sharding.is_fully_replicated else x
         return jax.make_array_from_process_local_data(sharding, np.asarray(jax.device_get(x)))
+
+
+def whole_here(x: Any) -> Any:
+    """Replicates an array that lies in parts on several processes; all of them call it.
+
+    Anything else is returned unchanged.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    sharding: Any = x.sharding
+    return _replicating(sharding.mesh)(x)
+
+
+@cache
+def _replicating(mesh: Any) -> Any:
+    """Makes a program for each mesh, not for each array."""
+    everywhere = NamedSharding(mesh, REPLICATED)
+    return jax.jit(lambda x: resharded(x, REPLICATED), out_shardings=everywhere)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.comm import Group, described, gather_bytes, verify
+from fddp.jax_internals import rows_here
 from fddp.runtime import group_of
 
 
@@ -34,6 +35,7 @@ def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
       {'row': array([0, 1, 2])}
     """
     group = group_of("gather_rows", group)
+    tree = jax.tree.map(rows_here, tree)
 
     def find() -> tuple[Any, list[np.ndarray]]:
         rows = jax.tree_util.tree_map_with_path(_row, tree)

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
+import jax
 import numpy as np
 
 from fddp.comm import Group
+from fddp.jax_internals import rows_here
 from fddp.losses import Joined, Stacked, count_rows, is_rows
 from fddp.runtime import group_of
 
@@ -63,7 +65,7 @@ def _rounds(batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bo
     most = 0
     divided = True
     for number in count():
-        mine = next(batches, EXHAUSTED)
+        mine = jax.tree.map(rows_here, next(batches, EXHAUSTED))
         active = group.all_gather(np.array(mine is not EXHAUSTED))
         if number and not active.any():
             return

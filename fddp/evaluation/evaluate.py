@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 
-from fddp.comm import REPLICATED, Group, Placement, described, gather_bytes, nothing_to_compare, verify
+from fddp.comm import REPLICATED, Group, Placement, described, gather_bytes, mesh_placement, nothing_to_compare, verify
+from fddp.jax_internals import on_mesh, rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
 from fddp.sharding import whole
-from fddp.step import TrainState, check_filled, refuse_transformations
+from fddp.step import TrainState, check_filled, check_no_state, refuse_transformations
 
 
 def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], *, group: Group | None = None) -> Any:
@@ -75,6 +76,7 @@ def evaluate(metric_fn: Callable[..., Any], state: Any, batches: Iterable[Any], 
 def _described(metric_fn: Any, held: Any) -> list[str]:
     """The form of what is to be evaluated, or what is wrong with it."""
     check_callable("evaluate", "metric_fn", metric_fn)
+    check_no_state("fddp.evaluate: state", held)
     leaves = jax.tree.leaves(held)
     refuse_deleted(leaves)
     for x in leaves:
@@ -108,6 +110,7 @@ def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches:
 def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Each batch, and how many rows it counts as: a `Stacked` one as 1, even if its arrays have equally many rows."""
     for batch in batches:
+        batch = jax.tree.map(rows_here, batch)
         if isinstance(batch, Stacked):
             yield from ((one, 1) for one in batch.batches)
         else:
@@ -116,23 +119,25 @@ def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 def _alone(group: Group) -> Placement:
     """The devices of this process, for programs of its own; under MPI all programs are."""
-    return group.make_subgroup([group.rank]).placement if group.placement.on_mesh else group.placement
+    if not group.placement.on_mesh:
+        return group.placement
+    local = group.make_subgroup([group.rank]).placement
+    mesh = local.place(np.zeros(()), REPLICATED).sharding.mesh
+    # A metric may cut any dim, which JAX refuses along an Explicit axis.
+    return mesh_placement(Mesh(mesh.devices, mesh.axis_names), str(local.axis_name))
 
 
+@without_context_mesh
 def _own(group: Group, here: Placement, tree: Any) -> Any:
     """A tree that is equal on all replicas, on this process's own devices alone; nothing is copied or sent."""
     tree = group.placement.place(tree, REPLICATED)
     if not here.on_mesh:
         return tree
     mesh = here.place(np.zeros(()), REPLICATED).sharding.mesh
-
-    def own(x: Any) -> jax.Array:
-        parts = [shard.data for shard in x.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, x.sharding.spec), parts)
-
-    return jax.tree.map(own, tree)
+    return jax.tree.map(lambda x: on_mesh(x, mesh), tree)
 
 
+@without_context_mesh
 def _dealt(group: Group, here: Placement, batch: Any, rows: int) -> Any:
     """A batch on this process's devices: dealt out among its replicas, or whole on each where that cannot be."""
     if rows < 2:
@@ -141,6 +146,7 @@ def _dealt(group: Group, here: Placement, batch: Any, rows: int) -> Any:
     return here.place(batch, here.per_replica if dealt else REPLICATED)
 
 
+@without_context_mesh
 @partial(jax.jit, static_argnums=0)
 def _measured(metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, rows: int | Array) -> Any:
     """A tree of `Weighted`, one for each metric."""

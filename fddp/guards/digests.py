@@ -15,6 +15,7 @@ from jaxtyping import Array, UInt32
 
 from fddp.buckets import take_apart, to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
+from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState
 from fddp.wording import leaf_name
 
@@ -35,6 +36,7 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
     own = group.placement.per_replica
     program = group.placement.program(lambda tree: add_replica_dim(_digests(tree)), (REPLICATED,), own)
 
+    @without_context_mesh
     def check(state: TrainState, number: int) -> None:
         if not every or number % every:
             return

@@ -38,7 +38,9 @@ class Skips:
             number, info = self._going.popleft()
             if any(_here(info.skipped)):
                 self.count += 1
-                self._tell(group, plan, chosen, number, info)
+                # A loss scale is searched by skipped steps: these are counted, and not printed.
+                if info.broken is not None:
+                    self._tell(group, plan, chosen, number, info)
 
     def _tell(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
         ready = list(dict.fromkeys(i for bucket in plan.buckets for i in bucket.leaves))  # a stack may be in several

@@ -6,8 +6,11 @@ Every other room imports this room, which imports none.
 """
 
 from fddp.jax_internals.arrays import given_away as given_away
+from fddp.jax_internals.arrays import on_mesh as on_mesh
 from fddp.jax_internals.arrays import part_shape as part_shape
 from fddp.jax_internals.arrays import parts_here as parts_here
+from fddp.jax_internals.arrays import resharded as resharded
+from fddp.jax_internals.arrays import rows_here as rows_here
 from fddp.jax_internals.arrays import with_parts_listed as with_parts_listed
 from fddp.jax_internals.collective_equations import COLLECTIVES as COLLECTIVES
 from fddp.jax_internals.collective_equations import INDEX as INDEX
@@ -25,8 +28,10 @@ from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
 from fddp.jax_internals.configuration import PIPELINED_ROUNDS as PIPELINED_ROUNDS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
+from fddp.jax_internals.configuration import context_mesh as context_mesh
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import with_configuration as with_configuration
+from fddp.jax_internals.configuration import without_context_mesh as without_context_mesh
 from fddp.jax_internals.configuration import without_jit as without_jit
 from fddp.jax_internals.equal_programs import form_of_program as form_of_program
 from fddp.jax_internals.jaxprs import CALLS as CALLS

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Arrays = TypeVar("Arrays")
@@ -41,6 +42,42 @@ def with_parts_listed(arrays: Arrays) -> Arrays:
     for x in jax.tree.leaves(arrays):
         parts_here(x)
     return arrays
+
+
+def resharded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None = None) -> jax.Array:
+    """Lays an array along axes of a mesh, inside a program, if they are Explicit: XLA sees to Auto axes."""
+    target = mesh or jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(target, spec)) if target.explicit_axes else x
+
+
+def rows_here(x: Any) -> Any:
+    """Finds this process's rows of an array that lies on several processes.
+
+    Anything else is returned unchanged.
+
+    Raises:
+      ValueError: the array lies in parts along another dim, so that no process has whole rows.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    rows = [parts[begin] for begin in sorted(parts)]
+    if any(part.shape[1:] != x.shape[1:] for part in rows):
+        raise ValueError(
+            f"a batch may be cut along its first dim alone, got an array with {x.sharding}: "
+            "no process has whole rows of it."
+        )
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+
+def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """This process's parts of an array as an array over another mesh; nothing is copied."""
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+    return jax.make_array_from_single_device_arrays(
+        x.shape, NamedSharding(mesh, spec), [shard.data for shard in x.addressable_shards]
+    )
 
 
 def part_shape(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:

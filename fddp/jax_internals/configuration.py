@@ -93,6 +93,28 @@ def transformed() -> bool:
     return not core.trace_state_clean()
 
 
+def context_mesh() -> jax.sharding.Mesh:
+    """The mesh that `jax.set_mesh` has set, or one without axes. Relies on `jax._src.mesh`."""
+    return mesh.get_concrete_mesh()
+
+
+def without_context_mesh(f: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Makes a function that runs as if no mesh was set: its programs name their own.
+
+    JAX refuses an array or a `jax.shard_map` of another mesh than that of `jax.set_mesh`. While JAX
+    traces, the mesh stays: the function is then a part of the user's program.
+    """
+
+    @wraps(f)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if transformed() or jax.sharding.get_abstract_mesh().empty:
+            return f(*args, **kwargs)
+        with jax.set_mesh(None):
+            return f(*args, **kwargs)
+
+    return call
+
+
 def _set(setting: Any, value: Any) -> Any:
     """A context in which a setting has a value in this thread."""
     # A named one may have more to do than to be set: the guards of transfers are kept elsewhere too.

@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax._src import source_info_util
+from jax._src import core, source_info_util
 
 # As in jax.extend.core, whose package loads all of Pallas with it.
-from jax._src.core import ClosedJaxpr as ClosedJaxpr
 from jax._src.core import Jaxpr as Jaxpr
 from jax._src.core import JaxprEqn as JaxprEqn
 from jax._src.core import Literal as Literal
@@ -21,7 +20,19 @@ from jax._src.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import Mesh
 
-from fddp.jax_internals.arrays import part_shape
+from fddp.jax_internals.arrays import part_shape, resharded
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+    # Relies on `Jaxpr`, which holds its constants since JAX 0.12: there it is the type of both.
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+    # Relies on `Jaxpr`, which since JAX 0.12 holds its constants: a closed program is no type of its own there.
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
 
 Item = TypeVar("Item")
 
@@ -101,7 +112,8 @@ def over_axes(
             return f(*treedef.unflatten(local[k] for k in range(len(leaves))))
 
         over = partial(jax.shard_map, mesh=mesh, out_specs=out_specs, axis_names=axis_names, check_vma=False)
-        return over(inside, in_specs=tuple(specs[k] for k in full))(*(leaves[k] for k in full))
+        arrays = [resharded(leaves[k], specs[k], mesh) for k in full]
+        return over(inside, in_specs=tuple(specs[k] for k in full))(*arrays)
 
     return spread
 

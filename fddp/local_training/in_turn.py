@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, NamedTuple
 
+from fddp.jax_internals import without_context_mesh
 from fddp.local_training.island_state import Island, version_of
 from fddp.local_training.merge_log import Line, Meeting, Merged
 from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
@@ -66,6 +67,7 @@ class InTurn:
         """Whether an island sends after the step of a number."""
         return bool(self.optimizer.sends(number, Met())[0])
 
+    @without_context_mesh
     def given(self, island: int) -> Contribution:
         """The contribution of an island."""
         return self.islands[island].contribution(self.states[island])
@@ -76,6 +78,7 @@ class InTurn:
         islands, began, weights, steps, _ = zip(*contributions)
         self.log.append(Merged(self.shared.version, islands, began, weights, steps))
 
+    @without_context_mesh
     def land(self, island: int, shared: SharedParams, mix: float) -> None:
         """Lets an island go on with shared parameters, and a share of its own."""
         self.states[island] = self.islands[island].landed(mix, self.states[island], shared)

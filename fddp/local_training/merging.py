@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import at_least
-from fddp.jax_internals import host_cpu
+from fddp.jax_internals import host_cpu, without_context_mesh
 from fddp.optim import LocalSteps, update
 
 # One array for each leaf.
@@ -129,6 +129,7 @@ def on_this_host(merging: Merging) -> Merging:
     def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
         program = jax.jit(f)
 
+        @without_context_mesh
         def call(*args: Any) -> Any:
             with jax.default_device(cpu):
                 return program(*args)

@@ -11,7 +11,7 @@ from fddp.buckets import Messages
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.local_training.inside import Trains
 from fddp.local_training.several import NOTHING
-from fddp.optim import scale_of, skipped
+from fddp.optim import scale_of
 from fddp.schedules import Pieces, Round
 from fddp.step import Facts, Mean, Replica, StepInfo, TrainState
 
@@ -39,8 +39,8 @@ def counted(facts: Facts, joined: bool) -> Facts:
                 model_state=jax.tree.map(chosen, new.model_state, own.model_state),
             )
         trained_on = mean.weight / scale_of(opt_state)
-        for passed_over in (info.skipped, skipped(new.opt_state, mean.grads)):
-            trained_on = trained_on if passed_over is None else jnp.where(passed_over, 0, trained_on)
+        if info.skipped is not None:
+            trained_on = jnp.where(info.skipped, 0, trained_on)
         return new._replace(opt_state=Trains(new.opt_state, weight + trained_on.astype(weight.dtype))), info
 
     return facts._replace(use=use)

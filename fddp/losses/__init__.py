@@ -9,6 +9,7 @@ from fddp.losses.batches import Undivided as Undivided
 from fddp.losses.batches import count_rows as count_rows
 from fddp.losses.batches import is_rows as is_rows
 from fddp.losses.batches import lists_of_numbers as lists_of_numbers
+from fddp.losses.batches import not_numeric as not_numeric
 from fddp.losses.batches import taken as taken
 from fddp.losses.batches import unjoined as unjoined
 from fddp.losses.batches import unlike as unlike

@@ -108,6 +108,13 @@ def lists_of_numbers(batch: Any) -> list[str]:
     ]
 
 
+def not_numeric(batch: Any) -> list[str]:
+    """Finds the leaves of a batch that no program takes: text, dates, objects."""
+    rows = batch.rows if isinstance(batch, Undivided) else batch
+    leaves = jax.tree_util.tree_leaves_with_path(rows)
+    return [f"{leaf_name(path)} {x!r:.40}".strip() for path, x in leaves if not _is_numeric(x)]
+
+
 def unlike(batches: Sequence[Any]) -> str:
     """Describes the first difference in form of batches that are to be stacked.
 
@@ -142,3 +149,9 @@ def _stacked(batches: Sequence[Any]) -> Undivided:
 
 def _form(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+def _is_numeric(x: Any) -> bool:
+    if not hasattr(x, "dtype"):
+        return isinstance(x, int | float | complex) or hasattr(x, "__jax_array__")
+    return getattr(x.dtype, "kind", "") not in ("U", "S", "O", "M", "m")

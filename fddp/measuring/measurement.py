@@ -6,6 +6,7 @@ Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -15,12 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from fddp.comm import verify
+from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
 from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
-from fddp.step import QUORUM, refuse
+from fddp.step import QUORUM, check_state, refuse
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -190,13 +192,14 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
       ValueError: there are no batches, or not equally many on every rank; or islands do not wait for each other.
     """
     batches = list(batches)
-    verify(step.group, "batches to measure", lambda: [f"{len(batches)} batches"])
+    count = [f"{len(batches)} batches"]
+    verify(step.group, "state or batches", lambda: check_state(state), lambda _: count)
     if not batches:
         raise ValueError("there is nothing to measure: batches is empty.")
     refuse_deleted(state)
     if isinstance(state.opt_state, IslandState):
         refuse({QUORUM: QUORUM, "fddp.measure": "fddp.measure"})
-    carried = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+    carried = without_context_mesh(jax.jit(partial(jax.tree.map, jnp.copy)))(state)
 
     def run(batch: Any) -> Any:
         nonlocal carried

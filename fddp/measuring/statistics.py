@@ -69,7 +69,7 @@ class Stats:
     iteration: int
     """Steps that this object has run."""
     skipped_steps: int
-    """Those of them that `skip_nonfinite` let change nothing; of steps that are under way it is not known yet."""
+    """Those of them that changed nothing (`info.skipped`), as far as they have ended."""
     watchers_said: str
     """The last finding of the watchers of all ranks, a straggler, say; empty if there is none (`docs/faults.md`)."""
     num_parameter_tensors: int

@@ -20,6 +20,7 @@ from fddp.buckets import is_shard
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted
 from fddp.sharding import whole
+from fddp.step import check_state
 
 LossOf = Callable[[Any, Any], Any]
 
@@ -106,6 +107,7 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
         return _with_state(*value) if state else value
 
     def back(state: Any) -> flax.linen.Module:
+        check_state(state)
         params, buffers = _copied((state.params, state.model_state))
         return module.bind({"params": params, **(buffers or {})})
 
@@ -152,6 +154,7 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
         return _with_state(value, nnx.to_pure_dict(buffers_now))
 
     def back(state: Any) -> nnx.Module:
+        check_state(state)
         given, buffers_now = _copied((state.params, state.model_state))
         first = _copied(buffers) if buffers_now is None else buffers
         return nnx.merge(graphdef, _filled(params, given), _copied(streams), _filled(first, buffers_now))

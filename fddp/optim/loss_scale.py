@@ -42,9 +42,10 @@ def dynamic_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer whose `train_step` scales the loss, as far as float16 gradients stay finite.
 
-    A step whose mean gradients are not all finite changes only buffers and the scale, which it divides by `factor`;
-    `growth_interval` good steps in a row multiply the scale by `factor`. The gradients are the same on all ranks, so
-    all ranks do the same. Parameters belong in float32 (see `mixed_precision`): divided by the scale again, small
+    A step whose mean gradients are not all finite changes only the scale, which it divides by
+    `factor`; `info.skipped` marks it. `growth_interval` good steps in a row multiply the scale by
+    `factor`. The gradients are the same on all ranks, so all ranks do the same. Parameters belong
+    in float32 (see `mixed_precision`): divided by the scale again, small
     gradients would vanish in float16 after all. A constant scale needs no such optimizer: return
     `fddp.Weighted(loss, 2.0**15)`. Do so with `value_and_grad` too, which takes no optimizer.
 

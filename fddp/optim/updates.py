@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fddp.jaxpr import inputs_of_outputs
 from fddp.optim.layout import map_state, masked
 from fddp.optim.local import LocalSteps, Optimizer
 
@@ -53,7 +54,8 @@ def update(
 
     Returns:
       The parameters and the optimizer's state. State that belongs to no single leaf (a count of steps, a vector of all
-      leaves) is always updated.
+      leaves) is updated if a leaf was used whose update reads it. Under `optax.partition` a part of which
+      no leaf was used keeps its count. One Adam for all parts counts every step.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -64,7 +66,8 @@ def update(
       {'a': 0.5, 'b': 1.0}
     """
     grads = _fast(grads)
-    updates, new_state = updates_of(optimizer, grads, opt_state, params, value=value, grad=grads)
+    updated = partial(updates_of, optimizer, grads, params=params, value=value, grad=grads)
+    updates, new_state = updated(opt_state)
     new_params: Any = optax.apply_updates(params, updates)
     if used is None:
         return new_params, new_state
@@ -75,7 +78,21 @@ def update(
 
     both = isinstance(params, optax.LookaheadParams)
     kept = optax.LookaheadParams(*map(chosen, new_params, params)) if both else chosen(new_params, params)
-    return kept, map_state(chosen, lambda new, old: new, _fast(params), new_state, opt_state)
+    counts = jax.tree.leaves(_fast(used))
+    inputs = inputs_of_outputs(jax.make_jaxpr(lambda state: updated(state)[0])(opt_state))
+
+    def of_several(new: Any, old: Any, number: int) -> Any:
+        # `optax.LookaheadParams` has two updates for each leaf: first all fast ones, then all slow ones.
+        readers = {k % len(counts) for k, numbers in enumerate(inputs) if number in numbers}
+        if not readers:
+            return new
+        any_used = jnp.any(jnp.stack([counts[k] for k in sorted(readers)]) > 0)
+        return jnp.where(any_used, new, old)
+
+    treedef = jax.tree.structure(opt_state)
+    numbers = treedef.unflatten(range(treedef.num_leaves))
+    of_leaves = lambda new, old, numbers: chosen(new, old)  # noqa: E731
+    return kept, map_state(of_leaves, of_several, _fast(params), new_state, opt_state, numbers)
 
 
 def check_needs(optimizer: Optimizer, params: Any = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from fddp.comm import Group, Journal, mesh_group, poll, replica_mesh
+from fddp.comm import Group, Journal, poll, world_group
 from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.join_mpi import agree_on_coordinator
@@ -54,7 +54,7 @@ def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float 
     before = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
-    group = replace(mesh_group(replica_mesh(jax.devices())), backend=backend)
+    group = replace(world_group(jax.devices()), backend=backend)
     if size > 1:  # not sooner: a rank that fails before the watchers are there would wait for days
         atexit.register(wait_for_all)
         undo.callback(_leave, kept, journal, before, adopted)

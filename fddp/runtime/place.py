@@ -28,7 +28,7 @@ class Launch:
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"{self.launcher} says this is rank {self.rank} of {self.size}; a rank lies in 0..size-1.")
-        if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
+        if self.coordinator is not None and not re.fullmatch(r".+:\d+", str(self.coordinator)):
             raise ValueError(
                 f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port, as in 'node1:4711'."
             )

@@ -27,6 +27,7 @@ import jax
 from fddp.comm import leave
 from fddp.runtime.launchers import worlds
 from fddp.runtime.world import fails
+from fddp.wording import check_seconds, check_whole
 
 Result = TypeVar("Result")
 CAME = "came"
@@ -75,10 +76,11 @@ def launch(fn: Callable[..., Result], processes: int, *args: Any, timeout_s: flo
       >>> fddp.launch(os.getenv, 2, "FDDP_RANK")
       ['0', '1']
     """
-    if processes < 1:
-        raise ValueError(f"fddp.launch: processes must be 1 or more, got {processes}.")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"fddp.launch: timeout_s must be more than 0 seconds, got {timeout_s}.")
+    if not callable(fn):
+        raise TypeError(f"fddp.launch: fn must be a function, got {fn!r}.")
+    processes = check_whole("fddp.launch: processes", processes, 1)
+    if timeout_s is not None:
+        check_seconds("fddp.launch: timeout_s", timeout_s)
     work = _pickled(fn, args)
     end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     ranks = list[Rank]()

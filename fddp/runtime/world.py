@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Group, alone, mesh_group, replica_mesh
+from fddp.comm import Group, alone, world_group
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service
 from fddp.runtime.launchers import read_launch
 from fddp.runtime.place import Launch
 from fddp.watching import FAILED, follows_another
+from fddp.wording import check_seconds, check_whole
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -56,7 +57,8 @@ def init(
       The group.
 
     Raises:
-      ValueError: unknown backend, contradicting ranks, or called again with other arguments.
+      ValueError: unknown backend, contradicting ranks, a value that is not a number, or called
+        again with other arguments.
       RuntimeError: the backend cannot be started here, or JAX has computed before and joins nobody any more.
 
     Example:
@@ -67,8 +69,10 @@ def init(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}.")
     for name, seconds in (("timeout_s", timeout_s), ("stall_s", stall_s)):
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"{name} must be more than 0 seconds, got {seconds}.")
+        if seconds is not None:
+            check_seconds(name, seconds)
+    rank = None if rank is None else check_whole("rank", rank, 0)
+    size = None if size is None else check_whole("size", size, 1)
     request = (backend, rank, size, coordinator)
     if _started and request not in ((None,) * 4, _started[0].request):
         raise ValueError(
@@ -214,7 +218,7 @@ def _has_gpus() -> bool:
 
 def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
     if backend == "local":
-        return replace(mesh_group(replica_mesh(jax.local_devices())), backend="local", journal=alone())
+        return replace(world_group(jax.local_devices()), backend="local", journal=alone())
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)

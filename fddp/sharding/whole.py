@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fddp.buckets import Shard, is_shard, of_rows
 from fddp.comm import REPLICATED, Group, from_hosted, hosted
+from fddp.jax_internals import resharded, without_context_mesh
 from fddp.runtime import group_of
 
 
@@ -49,6 +50,7 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
     return treedef.unflatten([next(whole) if is_shard(x) else x for x in leaves])
 
 
+@without_context_mesh
 def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     parts = [x.parts for x in shards]
     forms = tuple(replace(x, parts=None) for x in shards)
@@ -103,6 +105,8 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
 
 
 def _joined(parts: Sequence[jax.Array], forms: Sequence[Shard]) -> list[jax.Array]:
+    # JAX cuts and joins no dim that lies along an Explicit axis.
+    parts = [resharded(x, REPLICATED) for x in parts]
     return [_mean(x, form) if form.copies else _of_first_node(x, form) for x, form in zip(parts, forms)]
 
 

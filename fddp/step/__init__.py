@@ -45,6 +45,8 @@ from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import Training as Training
 from fddp.step.state import TrainState as TrainState
+from fddp.step.state import check_no_state as check_no_state
+from fddp.step.state import check_state as check_state
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Copy as Copy
 from fddp.step.way import Cut as Cut

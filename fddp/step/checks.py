@@ -1,8 +1,8 @@
 """Refusals of a step in each call, in the user's words, before JAX says it in its own."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,13 @@ from fddp.comm import Group, described, shortened, verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
-from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, unjoined, unlike
-from fddp.schedules import compiling
+from fddp.losses import Stacked, count_rows, is_rows, lists_of_numbers, not_numeric, unjoined, unlike
+from fddp.schedules import compiling, forms_of
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
+from fddp.step.state import TrainState, check_no_state
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The scope in which a fused step sends a message (`fddp.schedules.scope`).
 MESSAGE_SCOPE = re.compile(r"(bucket|rows|gather|tail)\d*")
@@ -33,6 +36,7 @@ def refuse_transformations() -> None:
 
 def check_arrays(params: Any) -> None:
     """Refuses parameters that hold no arrays, or something else."""
+    check_no_state("params", params)
     leaves = jax.tree.leaves(params)
     if not leaves:
         raise ValueError(f"params holds no arrays: got {params!r}.")
@@ -62,25 +66,30 @@ def check_trained(params: Any, chosen: Sequence[int]) -> None:
         raise ValueError(f"params holds {why}, so there is nothing to train: got {'; '.join(described('', params))}.")
 
 
-def check_params(plan: BucketPlan, params: Any) -> None:
-    """Says that parameters are those of another model.
-
-    Args:
-      plan: of the step.
-      params: what it was given.
-
-    Raises:
-      ValueError: the trees differ; the message names leaves.
-    """
-    if jax.tree.structure(params) == plan.treedef:
+def check_params(replica: Replica, first: Any, params: Any) -> None:
+    """Refuses parameters of another tree, and trained leaves of another shape or dtype."""
+    forms = forms_of(params)
+    trained = [jax.tree.leaves(replica.trained(tree)) for tree in (forms, first)]
+    if jax.tree.structure(forms) == jax.tree.structure(first) and trained[0] == trained[1]:
         return
-    got = set(described("", params))
-    planned = set(map(str, plan.leaves))
+    lines = [set(described("", tree)) for tree in (forms, first)]
     raise ValueError(
         "these parameters are not those of the model that this step was made for: they have "
-        f"{shortened(sorted(got - planned)) or 'nothing else'}, and lack "
-        f"{shortened(sorted(planned - got)) or 'nothing'}. Make a step of its own for each model."
+        f"{shortened(sorted(lines[0] - lines[1])) or 'nothing else'}, and lack "
+        f"{shortened(sorted(lines[1] - lines[0])) or 'nothing'}. Make a step of its own for each "
+        "model, shape and dtype."
     )
+
+
+def params_checked(replica: Replica, first: Any, call: Function) -> Function:
+    """Wraps a function so that its parameters are checked while it is traced, at no cost at run time."""
+
+    def traced(argument: Any, *rest: Any, **more: Any) -> Any:
+        params = argument.params if isinstance(argument, TrainState) else argument
+        check_params(replica, first, params)
+        return call(argument, *rest, **more)
+
+    return cast(Function, traced)
 
 
 def check_batch(replica: Replica, batch: Any) -> None:
@@ -127,16 +136,19 @@ def check_rows(batch: Any, otherwise: str = "") -> int:
 
 
 def check_filled(batch: Any) -> None:
-    """Says that a batch holds nothing, or numbers in Python's lists.
+    """Refuses a batch that is empty or holds lists of numbers, text or objects.
 
     Args:
       batch: what a user gave.
 
     Raises:
-      ValueError: the message says where.
+      ValueError: it is empty, or holds lists of numbers.
+      TypeError: it holds text or objects.
     """
     if not jax.tree.leaves(batch):
         raise ValueError(f"the batch is empty: got {batch!r}; give this process's rows as a tree of arrays.")
+    if found := not_numeric(batch):
+        raise TypeError(f"the batch holds leaves that are not numeric, {shortened(found, ', ')}: give numbers.")
     if found := lists_of_numbers(batch):
         raise ValueError(
             f"the batch holds Python lists of numbers, {shortened(found, ', ')}: make arrays, with np.asarray."

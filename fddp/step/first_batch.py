@@ -31,7 +31,7 @@ from fddp.step.held import check_held
 from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.same_rows import digest
-from fddp.step.state import TrainState
+from fddp.step.state import TrainState, check_state
 
 SCHEDULES: dict[str, Schedule] = {
     "fused": fused,
@@ -87,6 +87,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
       ValueError: the state or the batch does not fit.
       TypeError: the loss returns something else than promised.
     """
+    check_state(state)
     check_batch(replica, batch)
     state = check_held(replica, state)
     chosen = replica.chosen(state.params)

@@ -28,7 +28,7 @@ from fddp.buckets import (
     take_apart,
     whole_forms,
 )
-from fddp.comm import REPLICATED, Group, Placement, described, device_parts, of_one_replica, specs
+from fddp.comm import REPLICATED, Group, Placement, described, device_parts, of_one_replica, shortened, specs
 from fddp.optim import Optimizer, optimizer_laid_out
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
@@ -150,17 +150,18 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
       The state as gradients go by it, with forms of whole arrays in place of shards.
 
     Raises:
-      ValueError: it is whole and ought to be in shards, or the other way round, or other replicas hold the shards.
+      ValueError: it is whole and ought to be in shards, or the other way round, or other replicas
+        hold the shards, or it belongs to another optimizer.
     """
     seen = whole_forms(replica.way.seen(replica, state))
     got = _kinds(state)
-    if not replica.way.apart:
-        if any(shard for shard, *_ in got):
-            raise ValueError(
-                "the state is in shards, and this step was made without shard=: give it 'optimizer' or 'state', or "
-                "give the step fddp.whole(state)."
-            )
-    elif got != _kinds(_form_of_whole(replica, whole_forms(state))):
+    if not replica.way.apart and any(shard for shard, *_ in got):
+        raise ValueError(
+            "the state is in shards, and this step was made without shard=: give it 'optimizer' or 'state', or "
+            "give the step fddp.whole(state)."
+        )
+    _check_optimizer(replica, whole_forms(state))
+    if replica.way.apart and got != _kinds(_form_of_whole(replica, whole_forms(state))):
         raise ValueError(
             f"the state is not in shards of {replica.group.parts} replicas, as a step with {replica.way.name} has it: "
             "go on with what step.init or the last step returned, or from a checkpoint; fddp.whole(state) is for "
@@ -170,6 +171,28 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
     _check_pending(replica, state)
     _check_memory(replica, seen)
     return seen
+
+
+def _check_optimizer(replica: Replica, state: TrainState) -> None:
+    """Refuses a state of another optimizer, and one for other trained parameters."""
+    if replica.way.init is None:
+        return
+    form = jax.eval_shape(replica.way.init, replica.trained(state.params))
+    trees = state.opt_state, form
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in trees]
+    nodes = [jax.tree.structure(tree) for tree in trees]
+    if shapes[0] == shapes[1] and nodes[0] == nodes[1]:
+        return
+    has, needs = (described("", tree) for tree in trees)
+    more = shortened([x for x in has if x not in needs])
+    less = shortened([x for x in needs if x not in has])
+    if not (more or less):  # the same arrays in other nodes
+        more, less = nodes
+    raise ValueError(
+        "the state belongs to another optimizer, or to other trained parameters (ignore=): its "
+        f"opt_state has {more or 'nothing else'}, and this step's {less or 'nothing else'}. "
+        "Make one with step.init(fddp.whole(state.params))."
+    )
 
 
 def _form_of_whole(replica: Replica, state: TrainState) -> TrainState:

@@ -11,6 +11,7 @@ from fddp.hooks import Hook
 from fddp.optim import check_needs
 from fddp.schedules import Schedule
 from fddp.step.combinations import OWN_SCHEDULE, WHOLE_LEAVES, refuse
+from fddp.step.foreign_options import refuse_unknown
 from fddp.wording import check_whole
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,25 +33,6 @@ SWITCHES = (
 
 # How the docstring of a function that takes options ends its line about them.
 OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them."
-
-# What `DistributedDataParallel` takes besides, and what to do instead.
-OF_DDP = {
-    "static_graph": "leave it out, the program is known before it runs",
-    "gradient_as_bucket_view": "leave it out, buckets are XLA's own memory",
-    "device_ids": "leave it out, the devices are the group's",
-    "output_device": "leave it out, the devices are the group's",
-    "dim": "leave it out, the rows of a batch lie along its first dim",
-    "process_group": "give group=, from fddp.init() or group.subgroup(ranks)",
-    "device_mesh": "give group=fddp.mesh_group(mesh, axis)",
-    "bucket_cap_mb_list": "give bucket_cap_mb=[…], with the cap of each bucket in turn",
-    "batched_grad_copy": "leave it out, XLA copies all gradients of a bucket at once",
-    "forward_sync_buffers": "give broadcast_buffers=, which never keeps step.init from giving all ranks rank 0's",
-    "mixed_precision": "give the loss as fddp.mixed_precision(loss_fn, jnp.bfloat16)",
-    "init_sync": "leave it out, step.init compares the ranks and gives all of them rank 0's values",
-    "check_reduction": "leave it out, PyTorch ignores it too",
-    "delay_all_reduce_named_params": "not in fddp",
-    "param_to_hook_all_reduce": "not in fddp",
-}
 
 
 class OptionArguments(TypedDict, total=False):
@@ -240,12 +222,7 @@ def read_options(call: str, given: Mapping[str, Any]) -> Options:
       TypeError: there is no such option.
       ValueError: a value out of its range.
     """
-    names = [option.name for option in fields(Options)]
-    unknown = [name for name in given if name not in names]
-    if unknown:
-        answers = [f"{name}: {OF_DDP[name]}" for name in unknown if name in OF_DDP]
-        answers += [f"it has {', '.join(names)}"] if len(answers) < len(unknown) else []
-        raise TypeError(f"fddp.{call} has no option {', '.join(map(repr, unknown))}; {'; '.join(answers)}.")
+    refuse_unknown(call, given, [option.name for option in fields(Options)])
     return Options(**given)
 
 
@@ -270,7 +247,14 @@ def with_some_new(options: Options, new: Mapping[str, Any]) -> Options:
 
     Raises:
       ValueError: one of them says how a state is held.
+      TypeError: there is no such option.
     """
-    if fixed := {"shard", "virtual_replicas"}.intersection(new):
-        raise ValueError(f"with_options keeps how a state is held, got {', '.join(sorted(fixed))}: use train_step.")
+    refuse_unknown("TrainStep.with_options", new, [option.name for option in fields(Options)])
+    fixed = {"shard", "virtual_replicas", *(["ignore"] if options.shard else [])}
+    if fixed := fixed.intersection(new):
+        raise ValueError(
+            "with_options keeps how a state is held, got "
+            f"{', '.join(sorted(fixed))}: use train_step, "
+            "and begin with step.init(fddp.whole(state.params))."
+        )
     return replace(options, **new)

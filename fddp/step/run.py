@@ -9,18 +9,20 @@ import numpy as np
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
+from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums, taken
 from fddp.schedules import Footprint, Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
-from fddp.step.state import TrainState, opened, promised
+from fddp.step.state import TrainState, check_state, opened, promised
 
 # What is equal on all replicas, pending, in shards, remembered for each message, and the rows: as programs take them.
 Given: TypeAlias = tuple[TrainState, Any, Any, Any, Any]
 
 
+@without_context_mesh
 def ready(
     settled: Settled | None, replica: Replica, use: Use, state: TrainState, batch: Any, call: str = "step"
 ) -> tuple[Settled, Given]:
@@ -38,10 +40,12 @@ def ready(
       The settled step, and state and batch as its arguments.
     """
     refuse_transformations()
+    if settled:  # the first call checks it on all ranks together, in `settle`
+        check_state(state)
     # Taken apart once: after a step of large arrays its leaves are far from the cache.
     given = opened(state) if settled and settled.runner.promises else state
     leaves, tree = jax.tree.flatten(given)
-    rows = taken(batch, replica.micro_batches, undivided=settled and settled.undivided)
+    rows = _rows(replica, batch, settled and settled.undivided)
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, rows, call)
@@ -51,6 +55,7 @@ def ready(
     return settled, (*_given(settled, given, leaves), rows)
 
 
+@without_context_mesh
 def compare(settled: Settled, given: Given) -> Settled:
     """Compares what the ranks' programs send, once; keep what comes back before anything is run.
 
@@ -73,6 +78,7 @@ def compare(settled: Settled, given: Given) -> Settled:
     return settled if settled.compared else settled._replace(compared=True, first=_forms(settled, given))
 
 
+@without_context_mesh
 def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
     """Gradients of all replicas' rows, averaged and used.
 
@@ -102,6 +108,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
     return result
 
 
+@without_context_mesh
 def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     group = settled.replica.group
@@ -118,6 +125,7 @@ def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[Train
     return state._replace(accumulated=accumulated), means
 
 
+@without_context_mesh
 def lower(settled: Settled, given: Given) -> jax.stages.Lowered:
     """The whole step as XLA gets it."""
     if settled.runner.lower is None:
@@ -127,6 +135,7 @@ def lower(settled: Settled, given: Given) -> jax.stages.Lowered:
     return settled.runner.lower(*given)
 
 
+@without_context_mesh
 def tasks(settled: Settled, state: TrainState, given: Given) -> TaskList:
     """The tasks that a step with arguments of this form launches."""
     return settled.runner.tasks(*_of_one_replica(settled, state, given[-1]))
@@ -137,6 +146,12 @@ def first_tasks(settled: Settled) -> TaskList:
     state, pending, shards, _, rows = settled.first
     own = of_one_replica((pending, shards, rows), settled.replica.group.placement.replicas_in_array)
     return settled.runner.tasks(state, *own)
+
+
+def _rows(replica: Replica, batch: Any, undivided: bool | None) -> Any:
+    """This process's rows, as programs take them."""
+    local = jax.tree.map(rows_here, batch) if replica.group.processes > 1 else batch
+    return taken(local, replica.micro_batches, undivided=undivided)
 
 
 def _processes(settled: Settled, state: TrainState) -> int:
@@ -183,6 +198,7 @@ def _there(leaves: Sequence[Any]) -> list[Any]:
     return [array for x in leaves for array in (x.there() if isinstance(x, Promise) else [x])]
 
 
+@without_context_mesh
 def footprint(settled: Settled, state: TrainState, batch: Any) -> Footprint | None:
     """The memory that one replica needs for a step, task by task; nothing runs.
 
@@ -195,7 +211,7 @@ def footprint(settled: Settled, state: TrainState, batch: Any) -> Footprint | No
       The bytes; None where XLA does not tell.
     """
     given = opened(state) if settled.runner.promises else state
-    rows = taken(batch, settled.replica.micro_batches, undivided=settled.undivided)
+    rows = _rows(settled.replica, batch, settled.undivided)
     return settled.runner.footprint(*_given(settled, given, jax.tree.leaves(given)), rows)
 
 

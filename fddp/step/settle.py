@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart
+from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, Placement, specs, verify_beside
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner
-from fddp.step.checks import check_batch, check_casts, check_params, check_paths
+from fddp.schedules import Runner, forms_of
+from fddp.step.checks import check_batch, check_casts, check_params, check_paths, params_checked
 from fddp.step.first_batch import Seen, casts, described_batch, look, paths
 from fddp.step.held import check_cuts, check_held, held_form
 from fddp.step.options import name_of
@@ -51,6 +51,8 @@ class Settled(NamedTuple):
     """Trained leaves that no bucket holds."""
     forms: frozenset[Any]
     """The forms of batches whose loss is known to have no path to these leaves."""
+    params: Any
+    """The forms of the parameters."""
     held: TrainState
     """The form of what one replica holds of the state, with what is pending once something was."""
     fits: tuple[Any, ...] = ()
@@ -96,9 +98,13 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
     tell_same_rows(group, digests)
     agreed = _agreed(replica, seen)
     plan = _plan(replica, seen, agreed)
-    replica = replace(replica, unit=np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches)
+    forms = forms_of(seen.state.params)
+    unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
+    objective = params_checked(replica, forms, replica.objective)
+    replica = replace(replica, unit=unit, objective=objective)
     where = specs(group.placement, seen.state._replace(accumulated=None, hook_state=()))
-    facts = Facts(plan, seen.state, batch, seen.told, agreed.uses, partial(use, replica, where), agreed.read_in)
+    use_mean = params_checked(replica, forms, partial(use, replica, where))
+    facts = Facts(plan, seen.state, batch, seen.told, agreed.uses, use_mean, agreed.read_in)
     return Settled(
         replica=replica,
         plan=plan,
@@ -110,6 +116,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
         left_out=tuple(i for i in seen.chosen if i not in {one.leaf for one in agreed.order}),
         forms=frozenset({_form(batch)}),
         read_in=agreed.read_in if replica.way.gathers else {},
+        params=forms,
         held=held_form(group.placement, state),
         fits=(_fit(replica, jax.tree.structure(state), state, batch),),
         undivided=isinstance(unjoined(batch), Undivided),
@@ -191,8 +198,8 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     fits = _fit(replica, tree, state, batch)
     if fits in settled.fits:
         return settled
+    check_params(replica, settled.params, whole_forms(state.params))
     seen = check_held(replica, state)
-    check_params(settled.plan, seen.params)
     if replica.group.placement.other_axes:
         check_cuts(state, settled.specs)
     check_batch(replica, batch)

@@ -16,7 +16,7 @@ import optax
 
 from fddp.buckets import join
 from fddp.comm import REPLICATED, Group, described, laid_out, specs
-from fddp.jax_internals import ClosedJaxpr
+from fddp.jax_internals import ClosedJaxpr, without_context_mesh
 from fddp.jaxpr import merge, split
 from fddp.optim import DynamicScaleState, Optimizer, check_needs
 from fddp.step.checks import check_arrays, check_trained
@@ -59,6 +59,7 @@ def equal_start(group: Group, tree: Any) -> Any:
     return treedef.unflatten(merge(apart, _from_first_replica(group, parted) if parted else [], whole))
 
 
+@without_context_mesh
 def read_start(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> Start:
     """Reads what a step is to begin with, on one rank; nothing is computed.
 
@@ -81,6 +82,7 @@ def read_start(replica: Replica, optimizer: Optimizer, params: Any, model_state:
     return Start(params, model_state, rng, program, remark)
 
 
+@without_context_mesh
 def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainState:
     """The state that a step begins with, on the group's devices; every rank calls it.
 
@@ -109,6 +111,7 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
     return with_held(state, join(*program(params, model_state)))
 
 
+@without_context_mesh
 def first_form(replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any) -> TrainState:
     """The form of what `first_state` makes, of arrays, their forms, or functions; nothing is computed."""
 
@@ -167,6 +170,7 @@ def _of_several_steps(replica: Replica, optimizer: Optimizer, params: Any) -> di
     return {MULTI_STEPS: MULTI_STEPS if several else "", SCALE_INSIDE: SCALE_INSIDE if scaled else ""}
 
 
+@without_context_mesh
 def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Iterable[str]:
     """Describes, line by line, all that must be equal on all ranks before anything is sent."""
     params = start.params

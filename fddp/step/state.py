@@ -148,9 +148,30 @@ class StepInfo(NamedTuple):
     travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed, and p − 1 times those of
     rows."""
     skipped: Bool[Array, ""] | None = None
-    """Whether the step changed nothing, as its mean gradients are not all finite; with `skip_nonfinite`."""
+    """Whether the step changed nothing, as its mean gradients are not all finite. Set with
+    `skip_nonfinite`, `fddp.dynamic_scale`, whose scale then changes, and `optax.apply_if_finite`."""
     broken: Bool[Array, " leaves"] | None = None
     """Marks the trained leaves whose gradients were not finite on this very replica; with `skip_nonfinite`."""
+
+
+def check_state(state: Any) -> None:
+    """Refuses a value that is not a state, such as the pair that a step returns."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state must be a fddp.TrainState, got {type(state).__name__}: step.init(params) makes "
+            "the first state, and a step returns (state, info)."
+        )
+
+
+def check_no_state(name: str, tree: Any) -> None:
+    """Refuses a state, or the report of a step, where a tree of arrays belongs."""
+    kinds = (TrainState, StepInfo)
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(x, kinds):
+            raise TypeError(
+                f"{name} must be a tree of arrays, and holds a fddp.{type(x).__name__}: a step "
+                "returns (state, info), and fddp.whole(state.params) are the parameters."
+            )
 
 
 class Mean(NamedTuple):

@@ -91,6 +91,8 @@ class Way(NamedTuple):
     """The schedule where nothing overlaps."""
     replicas: int | None
     """The number of replicas among which rows are divided; None: as many as the group has."""
+    init: Callable[[Any], Any] | None
+    """Makes the optimizer's state for the trained parameters; None: there is no optimizer."""
     apart: bool
     """Whether each replica holds something of the state for itself."""
     scattered: bool
@@ -197,6 +199,7 @@ WHOLE = Way(
     runner=_runner,
     schedule=fused,
     replicas=None,
+    init=None,
     apart=False,
     scattered=False,
     gathers=False,

@@ -1,6 +1,7 @@
 """A meeting of islands that do not wait for each other."""
 
-from fddp.step import TrainState
+from fddp.jax_internals import without_context_mesh
+from fddp.step import TrainState, check_state
 from fddp.training.train_step import TrainStep
 
 
@@ -29,4 +30,5 @@ def meet(step: TrainStep, state: TrainState) -> TrainState:
       >>> float(fddp.meet(step, state).params)
       1.0
     """
-    return step.settled.runner.meet(state)
+    check_state(state)
+    return without_context_mesh(step.settled.runner.meet)(state)

@@ -238,7 +238,7 @@ class TrainStep:
         """The same step with some options new: schedule, buckets, hook. It goes on from a state of this one.
 
         Args:
-          **options: fields of `fddp.Options`, but for `shard` and `virtual_replicas`, which say how a state is held.
+          **options: fields of `fddp.Options`, except the form of a state: `shard`, `virtual_replicas`, `ignore`.
 
         Returns:
           A step of its own, which its next batch settles.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fddp.comm import REPLICATED, Group
+from fddp.jax_internals import without_context_mesh
 from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
 from fddp.step import (
@@ -81,6 +82,7 @@ def value_and_grad(
     replica = Replica(make_objective(loss_fn, has_aux=has_aux), group, settings, way_of(settings))
     settled: Settled | None = None
 
+    @without_context_mesh
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         nonlocal settled
         refuse_transformations()

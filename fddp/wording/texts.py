@@ -1,6 +1,7 @@
 """Names of leaves, tables, and the refusal of a number that is none."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -48,11 +49,25 @@ def check_whole(name: str, value: Any, least: int) -> int:
       least: the smallest number that it may be.
 
     Returns:
-      The value.
+      The value, as an `int` of Python.
 
     Raises:
       ValueError: it is no whole number, or less.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}.")
-    return value
+    return int(value)
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Checks that a value is a positive number of seconds.
+
+    Args:
+      name: what the user calls it.
+      value: the seconds.
+
+    Raises:
+      ValueError: it is no number, or not above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ValueError(f"{name} must be more than 0 seconds, got {value!r}.")

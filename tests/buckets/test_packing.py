@@ -51,6 +51,16 @@ def test_unpack_inverts_pack_to_the_bit(tree, cap):
         same_bits(unpack(plan, buckets), tree)
 
 
+def test_buckets_of_a_generator_are_unpacked_as_those_of_a_list():
+    tree = {"a": np.arange(3, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
+    plan = make_plan(tree, bucket_cap_mb=0)
+    same_bits(unpack(plan, (x for x in pack(plan, tree))), tree)
+    scalars = r"\[\(\), \(\)\]"
+    for wrong, shapes in ((iter([]), r"\[\]"), ("ab", scalars), ([1.0, 2.0], scalars)):
+        with pytest.raises(ValueError, match=f"buckets of shapes {shapes} do not fit the plan"):
+            unpack(plan, wrong)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
 def test_negative_zeros_infinities_subnormals_and_nan_payloads_survive(dtype, x64):
     whole = np.dtype(f"u{dtype.itemsize}")

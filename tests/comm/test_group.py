@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -132,6 +133,19 @@ def test_init_refuses_what_no_world_can_be():
     refused(ValueError, "backend must be one of nccl, gloo, mpi, local or None, got 'tcp'", lambda: fddp.init("tcp"))
     refused(ValueError, "timeout_s must be more than 0 seconds, got 0", lambda: fddp.init(timeout_s=0))
     refused(ValueError, "got nan", lambda: fddp.init(timeout_s=math.nan))
+    for name, value, says in (
+        ("stall_s", "x", "more than 0 seconds, got 'x'"),
+        ("stall_s", True, "more than 0 seconds, got True"),
+        ("timeout_s", "60", "more than 0 seconds, got '60'"),
+        ("rank", "0", "a whole number of 0 or more, got '0'"),
+        ("rank", 0.0, "a whole number of 0 or more, got 0.0"),
+        ("rank", True, "a whole number of 0 or more, got True"),
+        ("size", "2", "a whole number of 1 or more, got '2'"),
+        ("size", 0, "a whole number of 1 or more, got 0"),
+    ):
+        wrong: Any = {"rank": 0, "size": 1} if name in ("rank", "size") else {}
+        call = partial(fddp.init, **wrong | {name: value})
+        refused(ValueError, f"{name} must be {says}", call)
 
 
 def test_a_process_joins_one_world():

@@ -233,6 +233,24 @@ def ranks_train_on_after_an_error_that_they_caught(group: fddp.Group):
     assert float(state.params["a"]) == 1
 
 
+@claim(quick=("mpi",))
+def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Group):
+    step = fddp.train_step(loss, optax.sgd(0.1, momentum=0.9), group=group)
+    state = step.init({"a": jnp.zeros(())})
+    other = fddp.train_step(loss, optax.adam(0.1), group=group).init({"a": jnp.zeros(())})
+    x = np.ones(4, np.float32)
+    for wrong, kind, says in (
+        ((state, None), TypeError, "state must be a fddp.TrainState, got tuple"),
+        (other, ValueError, "the state belongs to another optimizer"),
+    ):
+        given: Any = wrong if odd(group) else state
+        for call in (step, step.tasks, lambda given, x: step.measure(given, [x])):
+            message = the_same(group, error_of(lambda call=call, given=given: call(given, x), kind))
+            assert f"rank {group.size - 1}: {kind.__name__}: {says}" in message, message
+    state, _ = step(state, x)
+    assert float(state.params["a"]) > 0
+
+
 ### The drop-in for jax.value_and_grad
 
 

@@ -54,6 +54,8 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
         state, info = step(state, X[12:])
         ends.append((state, told, info))
     (plain, *told), (scaled, *told_scaled) = ends
+    assert told[1].skipped is None and not told_scaled[1].skipped
+    told_scaled[1] = told_scaled[1]._replace(skipped=None)
     close((scaled.params, scaled.opt_state.inner, told_scaled), (plain.params, plain.opt_state, told))
     assert (float(scaled.opt_state.scale), int(scaled.opt_state.good_steps)) == (2.0**15, 1)
     moved = [np.float64(a) - b for a, b in zip(jax.tree.leaves(scaled.params), jax.tree.leaves(PARAMS))]
@@ -110,6 +112,48 @@ def test_a_replica_that_overflows_stops_all_and_leaves_every_bit(group, schedule
         state, _ = step(state, x)
     # 2¹³ · 16 and 2¹² · 16 do not fit float16 (its largest is 65,504), micro-batches of two rows halve it.
     assert float(state.params["used"]) < float(start.params["used"])
+
+
+def normed(w: Any, x: Any, *, model_state: Any) -> Any:
+    """Running statistics of the forward pass, in which a row may overflow float16."""
+    hidden = w.astype(jnp.float16) * x.astype(jnp.float16)
+    mean = jnp.mean(hidden).astype(jnp.float32)
+    buffers = {"mean": 0.5 * model_state["mean"] + 0.5 * mean, "calls": model_state["calls"] + 1}
+    return jnp.mean(hidden).astype(jnp.float32), (buffers, None)
+
+
+SKIPPING = {
+    "dynamic_scale": fddp.dynamic_scale(optax.sgd(1.0), initial=1.0),
+    "apply_if_finite": optax.apply_if_finite(optax.sgd(1.0), 5),
+    "MultiSteps": optax.MultiSteps(optax.sgd(1.0), 1, should_skip_update_fn=optax.skip_not_finite),
+}
+
+
+@pytest.mark.steps
+@SCHEDULES
+@pytest.mark.parametrize("buffers", [True, "mean", False], ids=str)
+@pytest.mark.parametrize("name", SKIPPING)
+def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(group, capfd, name, buffers, schedule):
+    options: Any = {"broadcast_buffers": buffers, "schedule": schedule}
+    step = fddp.train_step(normed, SKIPPING[name], group=group(2), **options)
+    state = step.init(np.float32(1), model_state={"mean": np.float32(0), "calls": np.int32(0)})
+    x, skipped = rows(1, 1), []
+    for batch in (x, rows(7e4, 7e4), x):  # float16 ends at 65,504
+        state, info = step(state, batch)
+        skipped.append(bool(info.skipped))
+    # The second step is skipped: w is 1, 0, -1, and the mean 0, 1/2, 1/4.
+    assert float(state.params) == -1.0
+    assert skipped == [False, True, False] and step.stats().skipped_steps == 1
+    for shard in state.model_state["mean"].addressable_shards:
+        assert float(np.asarray(shard.data)) == 0.25
+    assert int(state.model_state["calls"]) == 2 and int(state.step) == 3
+    assert capfd.readouterr().err == ""
+
+
+def test_info_skipped_is_none_where_no_step_can_be_skipped(group):
+    optimizer = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    step = fddp.train_step(product, optimizer, group=group(2))
+    assert step(step.init(np.float32(1)), rows(1, 1))[1].skipped is None
 
 
 @SCHEDULES

@@ -1,12 +1,15 @@
 """An update leaves alone what was not used, whatever the optimizer's state looks like."""
 
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import fddp
 from fddp.optim.updates import update
 
 PARTS: dict[Any, Any] = {"x": optax.adamw(0.1, weight_decay=0.5), "y": optax.sgd(0.1, momentum=0.9)}
@@ -70,3 +73,95 @@ def test_what_was_not_used_keeps_its_value_and_its_moments(name):
     none_used = jax.tree.map(lambda _: 0, params)
     new, _ = update(optimizer, nothing, state, params, none_used)
     jax.tree.map(np.testing.assert_array_equal, new, params)
+
+
+### Counts
+
+
+DECAY = optax.linear_schedule(0.1, 0.0, 6)
+COUNTED: dict[str, Any] = {
+    "adam": lambda: optax.adam(0.05),
+    "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05)),
+    "a schedule": lambda: optax.sgd(DECAY),
+    "adam with a schedule": lambda: optax.adam(DECAY),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.sgd)(DECAY),
+    "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(3)), optax.sgd(0.1)),
+    "a loss scale": lambda: fddp.dynamic_scale(optax.adam(0.05), growth_interval=2),
+}
+RNG = np.random.default_rng(0)
+NETS = {
+    name: {
+        "u": RNG.normal(size=(3, 4)).astype(np.float32),
+        "v": RNG.normal(size=4).astype(np.float32),
+    }
+    for name in ("d", "g")
+}
+TURNS = "dddgdddg"
+BATCHES = RNG.normal(size=(len(TURNS), 8, 3)).astype(np.float32)
+
+
+def net(params: Any, x: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["u"]) @ params["v"] - 1) ** 2)
+
+
+def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainState:
+    """Trains the net whose turn it is, as a flag in the batch says."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        of_d, of_g = lambda: net(params["d"], batch["x"]), lambda: net(params["g"], batch["x"])
+        return jax.lax.cond(batch["is_d"][0], of_d, of_g)
+
+    step = fddp.train_step(loss, optimizer, group=group, find_unused_parameters=True, **options)
+    state = step.init(NETS)
+    for turn, x in zip(TURNS, BATCHES):
+        state, _ = step(state, {"x": x, "is_d": np.full(len(x), turn == "d")})
+    return state
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}, {"schedule": "staged"}], ids=str)
+@pytest.mark.parametrize("name", COUNTED)
+def test_parts_that_alternate_train_as_with_separate_optimizers(group, name, options):
+    """Compared with two optimizers in plain JAX, each updated only in its turns."""
+    optimizers: dict[Any, Any] = {part: COUNTED[name]() for part in NETS}
+    params = dict[str, Any](NETS)
+    states = {part: optimizers[part].init(NETS[part]) for part in NETS}
+    for part, x in zip(TURNS, BATCHES):
+        grads = jax.grad(net)(params[part], x)
+        updates, states[part] = optimizers[part].update(grads, states[part], params[part])
+        params[part] = optax.apply_updates(params[part], updates)
+    together = optax.partition(optimizers, {"d": "d", "g": "g"})
+    trained = fddp.whole(in_turns(group(4), together, **options).params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), trained, params)
+
+
+@pytest.mark.steps
+def test_one_count_for_all_parts_counts_every_step_that_uses_a_part(group):
+    """Adam in float64 by hand: the steps of both parts correct its bias, those of one its moments."""
+    state = in_turns(group(4), optax.adam(0.05))
+    assert int(state.opt_state[0].count) == len(TURNS)
+    params = jax.tree.map(np.float64, NETS)
+    moments = jax.tree.map(lambda x: (np.zeros_like(x), np.zeros_like(x)), params)
+    for count, (part, x) in enumerate(zip(TURNS, BATCHES), start=1):
+        with jax.enable_x64(True):
+            wide = jax.tree.map(jnp.asarray, params[part])
+            grads = jax.tree.map(np.asarray, jax.grad(net)(wide, np.float64(x)))
+        for name, g in grads.items():
+            mu, nu = moments[part][name]
+            mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g**2
+            moments[part][name] = mu, nu
+            step = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.999**count)) + 1e-8)
+            params[part][name] = params[part][name] - 0.05 * step
+    close = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+    jax.tree.map(close, state.params, params)
+
+
+def test_a_step_in_which_no_leaf_is_used_changes_no_count():
+    optimizer = optax.adam(DECAY)
+    params = {"a": np.float32(1), "b": np.float32(2)}
+    state = optimizer.init(params)
+    nothing = jax.tree.map(np.zeros_like, params)
+    _, after = update(optimizer, nothing, state, params, {"a": 0, "b": 0})
+    assert jax.tree.map(np.asarray, after) == jax.tree.map(np.asarray, state)
+    _, after = update(optimizer, nothing, state, params, {"a": 0, "b": 1})
+    assert [int(x) for x in (after[0].count, after[1].count)] == [1, 1]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -238,8 +238,21 @@ def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told
 
 @pytest.mark.parametrize(
     ("processes", "timeout_s", "says"),
-    [(0, None, "processes must be 1 or more, got 0"), (1, 0.0, "timeout_s must be more than 0 seconds, got 0.0")],
+    [
+        (0, None, "processes must be a whole number of 1 or more, got 0"),
+        ("2", None, "processes must be a whole number of 1 or more, got '2'"),
+        (2.0, None, "processes must be a whole number of 1 or more, got 2.0"),
+        (True, None, "processes must be a whole number of 1 or more, got True"),
+        (1, 0.0, "timeout_s must be more than 0 seconds, got 0.0"),
+        (1, "60", "timeout_s must be more than 0 seconds, got '60'"),
+    ],
 )
-def test_numbers_out_of_range_are_refused(processes: int, timeout_s: float | None, says: str):
-    with pytest.raises(ValueError, match=says):
+def test_numbers_out_of_range_are_refused(processes: Any, timeout_s: Any, says: str):
+    with pytest.raises(ValueError, match=f"^fddp.launch: {says}"):
         fddp.launch(os.getpid, processes, timeout_s=timeout_s)
+
+
+def test_what_is_not_a_function_starts_no_process():
+    wrong: Any = None
+    with pytest.raises(TypeError, match=r"^fddp.launch: fn must be a function, got None\.$"):
+        fddp.launch(wrong, 1)

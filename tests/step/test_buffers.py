@@ -90,6 +90,22 @@ def test_the_sum_of_buffers_of_16_bits_may_be_more_than_they_hold(group, schedul
 
 
 @SCHEDULES
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn], ids=str)
+def test_buffers_of_8_bits_and_less_are_averaged(group, schedule, dtype):
+    """1, 2, 2 and 3 on the four replicas have the mean 2 in any float."""
+
+    def loss(w: Any, x: Any, *, model_state: Any) -> Any:
+        return jnp.mean((x - w) ** 2), (jnp.full_like(model_state, x[0]), None)
+
+    options: Any = {"broadcast_buffers": "mean", "schedule": schedule}
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), **options)
+    state = step.init(np.float32(0), model_state=np.zeros(2, dtype))
+    state, _ = step(state, np.array([1, 2, 2, 3], np.float32))
+    assert state.model_state.dtype == dtype
+    assert np.asarray(state.model_state, np.float32).tolist() == [2.0, 2.0]
+
+
+@SCHEDULES
 def test_buffers_that_are_averaged_cost_no_message_of_their_own(group, schedule):
     step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
     state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})

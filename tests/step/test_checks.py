@@ -1,10 +1,10 @@
 """A fault in what a person passes is said at once, by name, with what was got."""
 
 import ast
+import dataclasses
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +55,10 @@ BATCHES = [
         [np.ones(k) for k in range(40)],
         r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 micro-batches; give",
     ),
+    (np.array(["a"] * 8), r"leaves that are not numeric, array\(\['a', .*: give numbers"),
+    ({"x": X, "name": "train"}, "not numeric, name 'train': give numbers"),
+    ({"x": X, "y": np.array([None] * 8)}, r"not numeric, y array\(\[None, "),
+    ({"x": X, "day": np.full(8, "2026-01-01", "M8[D]")}, r"not numeric, day array\(\['2026"),
     (None, "the batch is empty: got None"),
     ({}, "the batch is empty: got {}"),
     ({"x": None}, "the batch is empty: got {'x': None}"),
@@ -66,8 +70,9 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_and_spoils_nothing(make):
     state = step.init(W)
     for _ in range(2):  # before and after the program exists
         for batch, says in BATCHES:
-            refused(ValueError, says, partial(step, state, batch))
-            refused(ValueError, says, partial(step.no_sync, state, batch))
+            kind = TypeError if "not numeric" in says else ValueError
+            refused(kind, says, partial(step, state, batch))
+            refused(kind, says, partial(step.no_sync, state, batch))
         state, info = step(state, X)
         assert info.loss > 0
 
@@ -127,6 +132,144 @@ def test_what_is_no_group_is_refused(group):
         TypeError, r"group must be a fddp.Group, .* got 'all'", lambda: fddp.value_and_grad(square, group=all_of_them)
     )
     refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
+
+
+### States
+
+
+def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
+    """Calls that take a state."""
+    calls = [step, step.no_sync, step.lower, step.tasks]
+    return [
+        *(partial(call, state, X) for call in calls),
+        partial(step.measure, state, [X]),
+        partial(fddp.audit, step, state, X),
+        partial(fddp.tune, step, state, X, target="h100:4"),
+        partial(fddp.fit_bits, step, state, X),
+    ]
+
+
+@pytest.mark.steps
+def test_what_is_not_a_state_is_refused_by_every_call_that_takes_one(make):
+    step = make()
+    state = step.init(W)
+    info = fddp.StepInfo(jnp.zeros(()))
+    for _ in range(2):  # before and after the program exists
+        for wrong in ((state, info), info, W, {"w": W}, None):
+            kind = type(wrong).__name__
+            says = f"state must be a fddp.TrainState, got {kind}: .* a step returns .state, info"
+            for call in calls_with(step, wrong):
+                refused(TypeError, says, call)
+        state, _ = step(state, X)
+    pair: Any = (state, info)
+    refused(TypeError, "got tuple: .* returns .state, info", lambda: fddp.meet(step, pair))
+
+
+def test_a_state_among_the_parameters_is_refused(make, group):
+    step = make()
+    pair = step(step.init(W), X)
+    mean: Any = lambda w, x: jnp.mean(w * x)  # noqa: E731
+    for wrong, kind in ((pair, "TrainState"), (pair[0], "TrainState"), (pair[1], "StepInfo")):
+        says = f"params must be a tree of arrays, and holds a fddp.{kind}: a step returns"
+        refused(TypeError, says, partial(step.init, wrong))
+    for wrong in pair[1], pair:
+        says = "state must be a tree of arrays, and holds a fddp"
+        refused(TypeError, says, partial(fddp.evaluate, mean, wrong, [X], group=group(4)))
+
+
+BOTH = {"w": np.ones(3, np.float32), "b": np.ones((), np.float32)}
+
+
+def line(params: Any, x: Any) -> jax.Array:
+    return jnp.mean((params["w"][0] * x + params["b"]) ** 2)
+
+
+OTHER_STATES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "Adam's for SGD": (
+        optax.adam(0.1),
+        optax.sgd(0.1),
+        {},
+        r"has 0/count int32\[\]; 0/mu/b .*this step's nothing else",
+    ),
+    "SGD's for Adam": (
+        optax.sgd(0.1),
+        optax.adam(0.1),
+        {},
+        r"has nothing else, and this step's 0/count int32\[\]; 0/mu",
+    ),
+    "an order of a chain": (
+        optax.chain(optax.clip(1.0), optax.trace(0.9)),
+        optax.chain(optax.trace(0.9), optax.clip(1.0)),
+        {},
+        r"has 1/trace/b float32\[\]; 1/trace/w .*this step's 0/trace/b float32\[\]; 0/trace/w",
+    ),
+    "in shards": (
+        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        {"shard": "optimizer"},
+        "has 0/count .*, and this step's 0/trace/b",
+    ),
+    "other nodes": (
+        optax.sgd(0.1),
+        optax.chain(optax.identity(), optax.identity(), optax.sgd(0.1)),
+        {},
+        r"has PyTreeDef\(.*, and this step's PyTreeDef\(",
+    ),
+    "local steps": (
+        fddp.local_steps(optax.adam(0.1)),
+        fddp.local_steps(optax.sgd(0.1)),
+        {},
+        "has inner/0/count .*, and this step's nothing else",
+    ),
+}
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_a_state_of_another_optimizer_is_refused_by_what_differs(group, name):
+    other, optimizer, options, says = OTHER_STATES[name]
+    step = fddp.train_step(line, optimizer, group=group(4), **options)
+    wrong = fddp.train_step(line, other, group=group(4), **options).init(BOTH)
+    for _ in range(2):  # before and after the program exists
+        refused(ValueError, f"to another optimizer, .*opt_state {says}", lambda: step(wrong, X))
+        step(step(step.init(BOTH), X)[0], X)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dtype": (lambda w: w.astype(jnp.bfloat16), r"w bfloat16\[3\], and lack w float32\[3\]"),
+    "shape": (lambda w: jnp.concatenate([w, w]), r"w float32\[6\], and lack w float32\[3\]"),
+}
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "staged"}, {"schedule": "eager"}, {"shard": "optimizer"}, {"shard": "state"}],
+    ids=str,
+)
+def test_parameters_that_change_their_form_are_refused_by_leaf(group, name, options):
+    change, says = CHANGES[name]
+    step = fddp.train_step(line, optax.adam(0.1), group=group(4), donate=False, **options)
+    state, _ = step(step.init(BOTH), X)
+
+    def changed(tree: Any) -> Any:
+        if options.get("shard") == "state" and name == "dtype":
+            part = tree["w"]
+            return tree | {"w": dataclasses.replace(part, parts=change(part.parts))}
+        return tree | {"w": change(fddp.whole(tree)["w"])}
+
+    wrong = state._replace(params=changed(state.params))
+    for call in (step, step.no_sync):
+        refused(ValueError, f"not those of the model .*they have {says}", partial(call, wrong, X))
+    step(state, X)
+
+
+def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
+    step = make(donate=False)
+    state, _ = step(step.init(W), X)
+    same, _ = step(state._replace(params=np.asarray(state.params, np.float64)), X)
+    assert same.params == step(state, X)[0].params
 
 
 ### Losses
@@ -213,7 +356,13 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"groups": 3}, TypeError, "groups must be a function from a leaf's path .*, got int"),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
-        ({"bucket_cap": 5}, TypeError, "has no option 'bucket_cap'; it has bucket_cap_mb, "),
+        ({"cap": 5}, TypeError, "has no option 'cap'; it has bucket_cap_mb, "),
+        ({"bucket_cap": 5}, TypeError, r"'bucket_cap'; bucket_cap: did you mean bucket_cap_mb\?$"),
+        ({"find_unused_parameter": 1}, TypeError, r"did you mean find_unused_parameters\?$"),
+        ({"gradient_accumulation_steps": 2}, TypeError, r": give accumulation_steps=\.$"),
+        ({"accumulate_grad_batch": 2}, TypeError, r"_batches \(give accumulation_steps=\)\?$"),
+        ({"max_grad_norm": 1.0}, TypeError, "put optax.clip_by_global_norm into the optimizer"),
+        ({"sharding_strategy": "FULL_SHARD"}, TypeError, r"shard='state' \(FSDP\)\.$"),
         ({"static_graph": True}, TypeError, "'static_graph'; static_graph: leave it out, the program is known"),
         ({"device_ids": [0]}, TypeError, r"'device_ids'; device_ids: leave it out, the devices are the group's\.$"),
         ({"process_group": None, "cap": 1}, TypeError, "process_group: give group=.*; it has bucket_cap_mb, "),
@@ -238,14 +387,14 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
 
 
 def test_every_argument_of_ddp_is_an_option_or_answered(group):
-    """Those of PyTorch 2.13, and of the one that is installed here, if one is."""
+    """Those of PyTorch 2.15, and of the one that is installed here, if one is."""
     ddp = (
         "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters "
         "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce "
         "mixed_precision device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy "
-        "forward_sync_buffers"
+        "forward_sync_buffers lazy_bucket_allocation require_manual_backward_finalization"
     )
-    options = {field.name for field in fields(fddp.Options)}
+    options = {field.name for field in dataclasses.fields(fddp.Options)}
     for name in {*ddp.split(), *arguments_of_installed_ddp()}:
         if name not in options:
             refused(TypeError, f"; {name}: [^;]*$", partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}))

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from problems import square
@@ -38,6 +40,82 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     found = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
     assert found == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
+
+
+### Options that change later
+
+
+LAYERS = {"a": np.full((5, 7), 0.1, np.float32), "b": np.full(7, 0.5, np.float32)}
+ROWS = np.random.default_rng(0).normal(size=(6, 8, 5)).astype(np.float32)
+
+
+def two_layers(params: Any, x: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - 1) ** 2)
+
+
+def is_a(path: str) -> bool:
+    return path == "a"
+
+
+IGNORED: dict[str, tuple[Any, Any]] = {"frozen": (None, is_a), "unfrozen": (is_a, None)}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.05),
+    "momentum": optax.sgd(0.05, momentum=0.9),
+    "adam": optax.adam(0.05),
+}
+
+
+def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
+    """Trains three steps in each phase in plain JAX, with a new optimizer state for each phase."""
+    params: Any = LAYERS
+    for ignore, batches in zip(ignored, (ROWS[:3], ROWS[3:])):
+        trained = {name: x for name, x in params.items() if ignore is None or not ignore(name)}
+        state = optimizer.init(trained)
+        for x in batches:
+            grads = jax.grad(lambda some, rest, x: two_layers(rest | some, x))(trained, params, x)
+            updates, state = optimizer.update(grads, state, trained)
+            trained = optax.apply_updates(trained, updates)
+        params = params | trained
+    return params
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("shard", [None, "state"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("change", IGNORED)
+def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name, shard):
+    """By `step.init` of the current parameters; `with_options` works for an optimizer without state."""
+    before, after = IGNORED[change]
+    optimizer = OPTIMIZERS[name]
+    options: Any = {"group": group(4), "shard": shard, "donate": False}
+    step = fddp.train_step(two_layers, optimizer, ignore=before, **options)
+    state = step.init(LAYERS)
+    for x in ROWS[:3]:
+        state, _ = step(state, x)
+    if shard:
+        with pytest.raises(ValueError, match=r"how a state is held, got ignore: use train_step"):
+            step.with_options(ignore=after)
+    elif name != "sgd":
+        says = r"to other trained parameters \(ignore=\).*step.init\(fddp.whole\(state.params\)\)"
+        with pytest.raises(ValueError, match=says):
+            step.with_options(ignore=after)(state, ROWS[3])
+    later = fddp.train_step(two_layers, optimizer, ignore=after, **options)
+    phases = [(later, later.init(fddp.whole(state.params)))]
+    if name == "sgd" and not shard:
+        phases.append((step.with_options(ignore=after), state))
+    expected = by_hand(optimizer, (before, after))
+    for second, trained in phases:
+        for x in ROWS[3:]:
+            trained, _ = second(trained, x)
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, fddp.whole(trained.params), expected)
+
+
+def test_a_misspelt_option_of_with_options_is_answered(group):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
+    says = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
+    with pytest.raises(TypeError, match=says):
+        step.with_options(shedule="staged")  # pyright: ignore[reportCallIssue]
 
 
 ### What shows

@@ -24,7 +24,7 @@ from fddp.hlo import Collective, Module, find_collectives, parse, work
 from fddp.jax_internals import compile_to_read
 from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
-from fddp.step import TrainState, footprint
+from fddp.step import TrainState, check_state, footprint
 from fddp.training import TrainStep
 from fddp.wording import table
 
@@ -229,6 +229,7 @@ def moved(step: TrainStep, state: Any, batch: Any, target: Target) -> tuple[Trai
       ValueError: the replicas of the step are in nodes, and those of the target cannot be in nodes of as many.
       RuntimeError: the compiler for the target is not installed.
     """
+    check_state(state)
     step = step.on(target.group())
     state, batch = jax.tree.map(_shape, (state, batch))
     state = step.shapes(whole_forms(state.params), model_state=whole_forms(state.model_state), rng=state.rng)

@@ -14,6 +14,7 @@ import numpy as np
 
 from fddp.buckets import MiB
 from fddp.comm import Group
+from fddp.jax_internals import without_context_mesh
 
 LINK_BYTES = tuple(4**k * 1024 for k in range(3, 8))  # 64 KiB to 16 MiB
 LINK_ROUNDS = 3
@@ -48,6 +49,7 @@ class Link(NamedTuple):
         return f"{1e3 * self.latency_s:.3f} ms + bytes ÷ {self.bytes_per_s / 1e6:.1f} MB/s"
 
 
+@without_context_mesh
 def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS) -> Link:
     """Measures all-reduces as the staged schedule sends them, while nothing else runs.
 

@@ -1,6 +1,7 @@
 """Finds the best bucket cap: measured on these hosts, or estimated for GPUs that are not here."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import optax
@@ -8,6 +9,7 @@ import optax
 from fddp.analysis.tuning.for_target import CAPS_MB, Choice, tune_for
 from fddp.analysis.tuning.search import Tuning, tune_here
 from fddp.buckets import Caps
+from fddp.jax_internals import without_context_mesh
 from fddp.training import TrainStep
 
 
@@ -62,4 +64,5 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
             "fddp.tune(loss_fn, optimizer, params, batch), which measures on these hosts, takes neither: got "
             f"{type(step).__name__} and target={target!r}."
         )
-    return tune_here(*given, **options) if target is None else tune_for(*given, target=target, **options)
+    find: Any = tune_here if target is None else partial(tune_for, target=target)
+    return without_context_mesh(find)(*given, **options)
