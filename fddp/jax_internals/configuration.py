@@ -18,6 +18,13 @@ UNNAMED = tuple(
     for setting in vars(module).values()
     if isinstance(setting, config.config_ext.Config) and not isinstance(setting, config.State)
 )
+# Those of `jax.set_mesh`, which JAX 0.12 has in another module.
+MESH = tuple(
+    setting
+    for module in (config, mesh)
+    for name in ("abstract_mesh_context_manager", "device_context")
+    if (setting := getattr(module, name, None))
+)
 # It says which thread may start programs of several processes: to take it along would be to switch it off.
 LEFT = {"jax_thread_guard"}
 
@@ -102,15 +109,21 @@ def without_context_mesh(f: Callable[Args, Result]) -> Callable[Args, Result]:
     """Makes a function that runs as if no mesh was set: its programs name their own.
 
     JAX refuses an array or a `jax.shard_map` of another mesh than that of `jax.set_mesh`. While JAX
-    traces, the mesh stays: the function is then a part of the user's program.
+    traces, the mesh stays: the function is then a part of the user's program. Relies on the settings
+    that `jax.set_mesh` has.
     """
 
     @wraps(f)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if transformed() or jax.sharding.get_abstract_mesh().empty:
             return f(*args, **kwargs)
-        with jax.set_mesh(None):
+        # Left unset, as before any mesh was set: JAX would compile anew for a mesh without axes.
+        before = [setting.swap_local(config.config_ext.unset) for setting in MESH]
+        try:
             return f(*args, **kwargs)
+        finally:
+            for setting, value in zip(MESH, before):
+                setting.set_local(value)
 
     return call
 

@@ -28,12 +28,6 @@ else:
     # Relies on `Jaxpr`, which holds its constants since JAX 0.12: there it is the type of both.
     ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
 
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
-else:
-    # Relies on `Jaxpr`, which since JAX 0.12 holds its constants: a closed program is no type of its own there.
-    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
-
 Item = TypeVar("Item")
 
 # Equations that call one program, by the name of their primitive: those that only wrap it,

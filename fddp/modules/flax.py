@@ -15,8 +15,10 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fddp.buckets import is_shard
+from fddp.jax_internals import context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted
 from fddp.sharding import whole
@@ -179,7 +181,8 @@ def _with_state(value: Any, model_state: Any) -> Any:
 
 
 def _copied(tree: Any) -> Any:
-    """Copies values: onto one device where this process has the whole of each, else to where they lie.
+    """Copies values: onto one device where this process has the whole of each, or onto the mesh that is set; else to
+    where they lie.
 
     Shards are put together, and the mean is taken of copies that replicas have for themselves (`fddp.whole`). These are
     nobody else's arrays, and are not copied again.
@@ -188,7 +191,9 @@ def _copied(tree: Any) -> Any:
     own = [is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, whole(tree)))
     if all(x.is_fully_replicated for x in leaves):
+        mesh = context_mesh()
         leaves = [x.addressable_data(0) for x in leaves]
+        leaves = leaves if mesh.empty else jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
     copies = iter(jax.jit(partial(jax.tree.map, jnp.copy))([x for x, mine in zip(leaves, own) if not mine]))
     return treedef.unflatten([x if mine else next(copies) for x, mine in zip(leaves, own)])
 

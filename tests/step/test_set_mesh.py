@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from problems import first_column
 from truth import by_plain_jax
@@ -157,7 +158,9 @@ def tuned(group: fddp.Group, folder: Path) -> None:
 
 
 def checked(group: fddp.Group, folder: Path) -> None:
-    assert fddp.check(first_column, PARAMS, ROWS)
+    for rows in (ROWS, jax.device_put(ROWS, PartitionSpec("data"))):
+        assert fddp.check(first_column, PARAMS, rows).factor is None
+    assert fddp.grad_order(first_column, PARAMS, ROWS) and fddp.make_plan(PARAMS).buckets
 
 
 def joined(group: fddp.Group, folder: Path) -> None:
@@ -173,6 +176,16 @@ def made_by_a_function(group: fddp.Group, folder: Path) -> None:
         step = fddp.train_step(first_column, OPTIMIZER, group=group, shard=shard)
         state = step.init(lambda: {name: jnp.asarray(x) + 1 for name, x in PARAMS.items()})
         close(fddp.whole(state.params), jax.tree.map(lambda x: x + 1, PARAMS))
+
+
+def modules(group: fddp.Group, folder: Path) -> None:
+    net = fddp.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2))
+    step = fddp.train_step(net.loss_fn, OPTIMIZER, group=group)
+    state, _ = step(step.init(net.params), ROWS)
+    module: Any = net.module(state)
+    expected = ROWS @ np.asarray(module.kernel[...]) + np.asarray(module.bias[...])
+    close(module(ROWS), expected)
+    close(fddp.evaluate(lambda model, x: jnp.mean(model(x)), module, [ROWS], group=group), np.mean(expected))
 
 
 def islands(group: fddp.Group, folder: Path) -> None:
@@ -204,7 +217,7 @@ CHECKS: dict[str, Callable[[fddp.Group, Path], None]] = {
     "check_replicas_every": after_steps(check_replicas_every=1),
     **{f.__name__: f for f in (gradients, accumulated, evaluated, evaluates_rows_that_are_made_under_the_mesh)},
     **{f.__name__: f for f in (group_calls, saved, audited, measured, tuned, checked, joined, made_by_a_function)},
-    **{f.__name__: f for f in (islands, in_local_steps)},
+    **{f.__name__: f for f in (modules, islands, in_local_steps)},
 }
 
 
@@ -222,6 +235,18 @@ def test_a_thread_of_the_users_sets_a_mesh_of_its_own(context: Context, tmp_path
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(train).result()
+
+
+def test_a_step_is_not_compiled_again_when_a_mesh_is_set(kind: AxisType, caplog: pytest.LogCaptureFixture):
+    step = fddp.train_step(first_column, OPTIMIZER, group=fddp.mesh_group(mesh_of(4, kind), "data"))
+    state, _ = step(step.init(PARAMS), ROWS)
+    state, _ = step(state, ROWS)
+    with jax.log_compiles():
+        jax.jit(lambda x: x + 1)(1)
+        assert caplog.text.count("Compiling jit") == 1
+        with jax.set_mesh(mesh_of(2, kind)):
+            step(state, ROWS)
+    assert caplog.text.count("Compiling jit") == 1
 
 
 ### What lies on a mesh of the user's

@@ -16,7 +16,7 @@ from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.targets import Target
 from fddp.buckets import whole_forms
 from fddp.hlo import find_collectives, parse
-from fddp.jax_internals import compile_to_read
+from fddp.jax_internals import compile_to_read, without_context_mesh
 from fddp.losses import Value
 from fddp.schedules import Timeline
 from fddp.step import TrainState, with_trained
@@ -42,6 +42,7 @@ class Plain(NamedTuple):
     """The spans of a step on the target, as `estimate` has them."""
 
 
+@without_context_mesh
 def beside_jit(step: TrainStep, state: TrainState, batch: Any, target: Target) -> dict[str, Callable[[], Plain]]:
     """Finds the ways in which plain JAX trains by the same loss and optimizer.
 
