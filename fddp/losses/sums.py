@@ -145,7 +145,7 @@ def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
     """Converts pending sums to `unit` rows per unit of weight: they may come from batches of another size."""
     if pending.sums is None:
         return None
-    factor = pending.unit / unit
+    factor = pending.unit.astype(float) / unit  # two int32 would be divided in float32, also under x64
     sums = jax.tree.map(lambda x: x * factor.astype(x.dtype), pending.sums._replace(used=None))
     return sums._replace(used=pending.sums.used)
 
