@@ -152,13 +152,14 @@ class Checkpoints:
         Args:
           state: a new one, from `step.init`: of its form, and on its devices, is what comes back. A form from
             `step.shapes` will do, where a checkpoint exists and replicas are one device each: no first state is made.
+            Gradients that were pending are restored, too.
 
         Returns:
           The state; the `place` that was saved with it, or None.
 
         Raises:
-          ValueError: the checkpoint is of another model, optimizer or hook, or has gradients pending that `state` has
-            no form for; on every rank.
+          ValueError: the checkpoint is of another model, optimizer or hook, or has gradients pending for which
+            there is no form, as metrics are in a class or a replica is several devices; on every rank.
           RuntimeError: there are checkpoints, but none is whole; on every rank.
         """
         group = self._group

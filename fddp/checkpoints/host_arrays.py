@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from fddp.buckets import UNCUT, DeviceCut, Shard, is_shard, of_rows, part_dims, stacked
 from fddp.checkpoints.files import Listed
+from fddp.checkpoints.pending import of_other_replicas, with_pending
 from fddp.checkpoints.state_forms import (
     OWN,
     check_fits,
@@ -103,8 +104,9 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
       The state.
 
     Raises:
-      ValueError: the checkpoint is of another model, optimizer or hook, or has gradients pending and `like` has not.
+      ValueError: the checkpoint is of another model, optimizer or hook, or there is no form for its pending gradients.
     """
+    like = with_pending(group, listed, like)
     leaves = named(like)
     forgotten = check_fits(group, number, listed, leaves)
     if any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in forgotten):
@@ -118,7 +120,8 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
         return read(name, dims, place) if prod(dims) else np.zeros(dims, listed.forms[name][0])[place]
 
     def leaf(name: str, x: Any) -> Any:
-        return x if name in forgotten else _laid(group, name, x, _in_order(listed, name, x, filled))
+        read = of_other_replicas(group, listed, name, filled)
+        return x if name in forgotten else _laid(group, name, x, _in_order(listed, name, x, read))
 
     return jax.tree.structure(like, is_leaf=is_shard).unflatten([leaf(name, x) for name, x in leaves.items()])
 

@@ -9,6 +9,7 @@ from fddp.buckets import is_shard
 from fddp.checkpoints.files import Listed, digests, finish
 from fddp.checkpoints.folder import Folder, say
 from fddp.checkpoints.host_arrays import gathered, held, lies_apart
+from fddp.checkpoints.pending import metrics_literal
 from fddp.checkpoints.reports import collected, part, report, report_failure
 from fddp.checkpoints.state_forms import form, named
 from fddp.checkpoints.stored_arrays import Portion, join, write
@@ -46,7 +47,8 @@ def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
     leaves = named(state)
     forms = {name: form(group, name, x) for name, x in leaves.items()}
     cuts = {name: x.cut.dims for name, x in leaves.items() if shared and is_shard(x) and x.cut.dims}
-    return Saved(number, portions, Listed(told, forms, {}, cuts), range(group.processes if together else 1))
+    listed = Listed({**told, "metrics": metrics_literal(state)}, forms, {}, cuts)
+    return Saved(number, portions, listed, range(group.processes if together else 1))
 
 
 def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> Exception | None:

@@ -59,8 +59,8 @@ def check_fits(group: Group, number: int, listed: Listed, leaves: Mapping[str, A
     forgotten = {name for name in leaves if part_of_state(name) == "hook_state" and before != group.size}
     # Keys of dicts: a search in a list of thousands of leaves takes seconds.
     forms = {name: form(group, name, x) for name, x in leaves.items()}
-    wanted = {_described(*item): None for item in forms.items() if item[0] not in forgotten}
-    got = {_described(*item): None for item in listed.forms.items() if item[0] not in forgotten}
+    wanted = {_described(group, *item): None for item in forms.items() if item[0] not in forgotten}
+    got = {_described(group, *item): None for item in listed.forms.items() if item[0] not in forgotten}
     more = [x for x in got if x not in wanted]
     less = [x for x in wanted if x not in got]
     if not more and not less:
@@ -151,6 +151,8 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _described(name: str, form: tuple[str, Sequence[int]]) -> str:
+def _described(group: Group, name: str, form: tuple[str, Sequence[int]]) -> str:
     dtype, shape = form
+    if part_of_state(name) == "accumulated":  # sums fit any number of replicas
+        shape = [group.size, *shape[1:]]
     return f"{name} {dtype}{list(shape)}"

@@ -156,8 +156,7 @@ def test_pending_gradients_are_saved_when_asked_and_come_back(
         assert checkpoints.save(state, now=True)
     other, fresh = make(group(2))
     with fddp.Checkpoints(tmp_path, other) as checkpoints:
-        with pytest.raises(ValueError, match=r"accumulated/(?s:.*)give a state that step.no_sync returned"):
-            checkpoints.restore(fresh)
+        same_arrays(checkpoints.restore(fresh)[0], state)
         pending, _ = other.no_sync(fresh, ROWS[:8])
         same_arrays(checkpoints.restore(pending)[0], state)
 

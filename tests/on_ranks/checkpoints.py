@@ -123,6 +123,29 @@ def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: f
                 assert same_on_all_ranks(group, jax.random.key_data(noise.rng_key))
 
 
+@claim(backends=("mpi",))
+def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.Group):
+    loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) - 1) ** 2)  # noqa: E731
+    first, later, rest = np.split(ROWS.reshape(-1, 3)[: 24 * 4], [24, 48])
+    start = np.ones(3, np.float32)
+    alone = group.subgroup([0]) if group.rank == 0 else None
+    for place in (folder, shared_folder):
+        step = fddp.train_step(loss, optax.sgd(0.5), group=group)
+        with place(group) as path:
+            state, _ = step.no_sync(step.init(start), np.split(first, group.processes)[group.rank])
+            cuts = [1 + rank for rank in range(group.processes - 1)]  # a row for most ranks, and the last has many
+            state, _ = step.no_sync(state, np.split(later, cuts)[group.rank])
+            with fddp.Checkpoints(path, step) as checkpoints:
+                checkpoints.save(state, now=True)
+            if alone is not None:
+                step = fddp.train_step(loss, optax.sgd(0.5), group=alone)
+                with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
+                    state, _ = checkpoints.restore(step.init(start))
+                state, _ = step(state, rest)
+                by_plain_jax = start - 0.5 * jax.grad(loss)(start, np.concatenate([first, later, rest]))
+                np.testing.assert_allclose(state.params, by_plain_jax, rtol=1e-5, atol=1e-6)
+
+
 @claim()
 def what_rank_0_cannot_open_is_an_error_on_every_rank(group: fddp.Group):
     step, _ = make(group)
