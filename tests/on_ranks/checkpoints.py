@@ -1,11 +1,13 @@
 """Ranks save and restore together: states in shards each its part; of others rank 0 alone need see the folder."""
 
+import errno
 import io
 import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -144,6 +146,31 @@ def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.
                 state, _ = step(state, rest)
                 by_plain_jax = start - 0.5 * jax.grad(loss)(start, np.concatenate([first, later, rest]))
                 np.testing.assert_allclose(state.params, by_plain_jax, rtol=1e-5, atol=1e-6)
+
+
+@claim()
+def a_folder_that_rank_0_cannot_write_is_restored_from_and_save_is_an_error_on_every_rank(group: fddp.Group):
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path.name.startswith("met."):  # root may write in any folder
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        mkdir(path, *args, **options)
+
+    for shard in (None, "state"):
+        step, state = in_shards(group, shard)
+        with shared_folder(group) as path:
+            with fddp.Checkpoints(path, step) as checkpoints:
+                state = train(group, step, state, 2)
+                checkpoints.save(state, now=True)
+            step, like = in_shards(group, shard)
+            with mock.patch.object(Path, "mkdir", refuse), redirect_stderr(io.StringIO()):
+                checkpoints = fddp.Checkpoints(path, step)
+                again, _ = checkpoints.restore(like)
+                message = error_of(partial(checkpoints.save, again, now=True), OSError)
+                checkpoints.close()
+            assert own(again) == own(state)
+            assert f"nothing can be saved in {path}: Read-only file system" in message, message
 
 
 @claim()
