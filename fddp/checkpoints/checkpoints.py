@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from fddp.checkpoints.files import swept
 from fddp.checkpoints.folder import located, met, on_all
 from fddp.checkpoints.host_arrays import laid
 from fddp.checkpoints.restoring import newest, source
-from fddp.checkpoints.saving import taken, written
+from fddp.checkpoints.saving import sweep, taken, written
 from fddp.checkpoints.state_forms import named
 from fddp.comm import Group
 from fddp.jax_internals import without_context_mesh
@@ -127,14 +126,14 @@ class Checkpoints:
             number = int(self._group.all_reduce(np.int64(number), "max"))
         if number == self._last:
             return False
-        told = {"place": json.loads(json.dumps(place)), "replicas": self._group.size}
+        told = {"place": json.loads(json.dumps(place)), "replicas": self._group.size, "job": self._token}
         journal = self._group.journal
         self._last = number
         self._saves += 1
         journal.say(f"saving step {number}")
         self._writing.result()  # or there would be two copies
-        if self._saves == 1 and self._group.rank == 0:  # who only reads removes nothing: another job may be writing
-            self._writer.submit(swept, self._path, self._token)
+        if self._group.rank == 0:  # who only reads removes nothing
+            self._writer.submit(sweep, self._folder, self._token)
         saved = taken(self._folder, number, state, told)
         if self._group.rank in saved.writers:
             # No two objects begin to write in one place, be it that one is of a job that was thought dead.

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b, file_digest
 from io import BufferedReader
@@ -36,19 +37,28 @@ class Listed(NamedTuple):
     devices of a replica held them."""
 
 
-def swept(path: Path, token: str) -> None:
+def swept(path: Path, token: str, quiet_s: float) -> list[str]:
     """Removes what killed processes began to write.
 
     Args:
       path: the folder of checkpoints.
       token: is in the names of what this job writes, which stays.
+      quiet_s: seconds for which a killed process has changed nothing.
+
+    Returns:
+      The names of what changed within that time, which stays: another job may be writing it.
 
     Raises:
       OSError: the folder cannot be read.
     """
+    active = list[str]()
     for begun in path.iterdir():
         if BEGUN.fullmatch(begun.name) and f".{token}" not in begun.name:
-            shutil.rmtree(begun, ignore_errors=True)
+            if time.time() - max(file.lstat().st_mtime for file in (begun, *begun.rglob("*"))) < quiet_s:
+                active.append(begun.name)
+            else:
+                shutil.rmtree(begun, ignore_errors=True)
+    return active
 
 
 def numbers(path: Path) -> tuple[list[int], list[int]]:
@@ -68,7 +78,7 @@ def numbers(path: Path) -> tuple[list[int], list[int]]:
     return sorted(finished, reverse=True), sorted(found - finished | begun)
 
 
-def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int) -> None:
+def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int, opened: float) -> None:
     """Makes a checkpoint of what is written; one of the same number is replaced, and older ones are removed.
 
     Args:
@@ -77,14 +87,16 @@ def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int) -> N
       number: of the new checkpoint.
       listed: its list.
       keep: how many of the newest to keep.
+      opened: the time at which this job opened the folder.
 
     Raises:
-      OSError: the disk is full, say; nothing older is touched.
+      OSError: the disk is full, say, or another job has saved this number since; nothing older is touched.
     """
     text = json.dumps(listed._asdict())
     write_at_once(begun / LIST, json.dumps([_digest(text.encode()), text]))
     _sync(begun)
     if (path / str(number)).exists():  # a damaged one, or one of a run that went on from an older one
+        _check_replaced(path / str(number), listed.told["job"], opened)
         replaced = begun.with_name(f"{begun.name}.replaced")
         (path / str(number)).rename(replaced)
         begun.rename(path / str(number))
@@ -193,6 +205,13 @@ def _has_list(folder: Path) -> bool:
         return bool((folder / LIST).stat())
     except OSError as error:
         return not isinstance(error, FileNotFoundError | NotADirectoryError)
+
+
+def _check_replaced(folder: Path, job: str, opened: float) -> None:
+    """Refuses to replace a checkpoint that another job has saved since this one opened the folder."""
+    old = read_list(folder)
+    if isinstance(old, Listed) and old.told.get("job") != job and (folder / LIST).stat().st_mtime > opened:
+        raise FileExistsError(f"another job has saved {folder} since this one began: give each job its own folder")
 
 
 def _sync(folder: Path) -> None:

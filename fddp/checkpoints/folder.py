@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
@@ -22,6 +23,8 @@ class Folder(NamedTuple):
     path: Path
     shared: bool
     """Whether all ranks write where rank 0 reads; else rank 0 alone uses it."""
+    opened: float
+    """The time at which it was opened."""
     refusal: str = ""
     """The reason why nothing can be written there; "" where it can."""
 
@@ -55,7 +58,7 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
       RuntimeError: rank 0 cannot open the folder; on every rank.
     """
     meeting = path / f"met.{token}"
-    alone = Folder(group, path, shared=False)
+    alone = Folder(group, path, False, time.time())
 
     def open_folder() -> str:
         check_installed()

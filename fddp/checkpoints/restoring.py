@@ -83,7 +83,7 @@ def _wrong(folder: Folder, number: int, listed: Listed | str) -> str:
     """Compares files with their digests, each rank some of them; "" if all are as they were."""
     if isinstance(listed, str):
         return listed
-    group, path, shared, _ = folder
+    group, path, shared, *_ = folder
     names = sorted(listed.files)
     mine = names[group.rank :: group.processes] if shared else names if group.rank == 0 else []
     found = wrong(path / str(number), {name: listed.files[name] for name in mine})

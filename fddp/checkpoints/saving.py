@@ -6,11 +6,11 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from fddp.buckets import is_shard
-from fddp.checkpoints.files import Listed, digests, finish
+from fddp.checkpoints.files import Listed, digests, finish, swept
 from fddp.checkpoints.folder import Folder, say
 from fddp.checkpoints.host_arrays import gathered, held, lies_apart
 from fddp.checkpoints.pending import metrics_literal
-from fddp.checkpoints.reports import collected, part, report, report_failure
+from fddp.checkpoints.reports import WAIT_S, collected, part, report, report_failure
 from fddp.checkpoints.state_forms import form, named
 from fddp.checkpoints.stored_arrays import Portion, join, write
 from fddp.step import TrainState
@@ -41,7 +41,7 @@ def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
     Returns:
       The copies.
     """
-    group, _, shared, _ = folder
+    group, _, shared, *_ = folder
     together = shared and lies_apart(group, state)
     portions = held(group, state) if shared else gathered(group, state)
     leaves = named(state)
@@ -49,6 +49,15 @@ def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
     cuts = {name: x.cut.dims for name, x in leaves.items() if shared and is_shard(x) and x.cut.dims}
     listed = Listed({**told, "metrics": metrics_literal(state)}, forms, {}, cuts)
     return Saved(number, portions, listed, range(group.processes if together else 1))
+
+
+def sweep(folder: Folder, token: str) -> None:
+    """Removes what killed jobs began to write, and names what another job may be writing."""
+    if active := swept(folder.path, token, WAIT_S):
+        say(
+            f"another job has written {', '.join(active)} in {folder.path} within {WAIT_S / 60:.0f} minutes: if it "
+            "still runs, give each job its own folder; if it was killed, a later save removes this."
+        )
 
 
 def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> Exception | None:
@@ -90,4 +99,4 @@ def _finish(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callab
     files = collected(begun, saved.writers, ending)
     join(begun, [part(begun, writer) for writer in saved.writers])
     files |= digests(begun, begun, files)
-    finish(folder.path, begun, saved.number, saved.listed._replace(files=files), keep)
+    finish(folder.path, begun, saved.number, saved.listed._replace(files=files), keep, folder.opened)

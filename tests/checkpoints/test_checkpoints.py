@@ -1,5 +1,6 @@
 """Checkpoints: training that ended goes on as if it had not, whatever happened to the files meanwhile."""
 
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -312,8 +313,16 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     assert int(state.step) == 6 and begun.exists(), "another job may be writing it"
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=2) as checkpoints:
-        train(step, checkpoints.restore(state)[0], 8, checkpoints)
+        state, _ = train(step, checkpoints.restore(state)[0], 8, checkpoints)
+        checkpoints._writing.result()
+        assert (begun / "leaves").read_bytes() == b"half", "it has just been written"
+        says = f"another job has written {name} in {trained} within 10 minutes: if it still runs, give each job its own"
+        assert says in capfd.readouterr().err
+        for path in (begun, begun / "leaves"):
+            os.utime(path, (0, 0))
+        train(step, state, 10, checkpoints)
     assert not begun.exists()
+    assert "another job" not in capfd.readouterr().err
 
 
 @contextmanager

@@ -54,6 +54,42 @@ def test_a_folder_of_the_users_stays(tmp_path: Path, step: fddp.TrainStep, name:
     assert (tmp_path / name / "data.txt").read_text() == "mine"
 
 
+def test_a_checkpoint_that_another_running_job_has_saved_is_not_replaced(
+    tmp_path: Path, step: fddp.TrainStep, capfd: pytest.CaptureFixture[str]
+):
+    checkpoints = fddp.Checkpoints(tmp_path, step)
+    state, _ = step(step.init(np.ones(3, np.float32)), 2 * ROWS)
+    trained(step, tmp_path, 1)  # the other job, on other rows
+    expected = np.asarray(restored(step, tmp_path).params)
+    checkpoints.save(state, now=True)
+    with pytest.raises(FileExistsError, match=f"another job has saved {tmp_path / '1'} since this one began"):
+        checkpoints.close()
+    assert "the checkpoint of step 1 could not be written: FileExistsError" in capfd.readouterr().err
+    np.testing.assert_array_equal(restored(step, tmp_path).params, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_job_that_begins_later_replaces_what_an_earlier_one_saved(tmp_path: Path, step: fddp.TrainStep):
+    trained(step, tmp_path, 1)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        state, _ = step(step.init(np.ones(3, np.float32)), 2 * ROWS)
+        expected = np.asarray(state.params)
+        checkpoints.save(state, now=True)
+    np.testing.assert_array_equal(restored(step, tmp_path).params, expected)
+
+
+def test_a_job_that_goes_back_replaces_what_it_saved_itself(tmp_path: Path, group: Callable[[int], fddp.Group]):
+    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(2), donate=False)
+    start = step.init(np.ones(3, np.float32))
+    with fddp.Checkpoints(tmp_path, step, keep=1) as checkpoints:
+        for rows in (ROWS, 2 * ROWS):
+            first, _ = step(start, rows)
+            checkpoints.save(first, now=True)
+            second, _ = step(first, rows)
+            checkpoints.save(second, now=True)
+    np.testing.assert_array_equal(restored(step, tmp_path).params, second.params)
+
+
 @pytest.mark.parametrize("path", ["", "gs://bucket/x", "s3://bucket", "file:///tmp/x"])
 def test_an_empty_path_and_a_url_are_refused(
     tmp_path: Path, step: fddp.TrainStep, path: str, monkeypatch: pytest.MonkeyPatch
