@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 import fddp
+from fddp.step import ScheduleName
 
 Case = TypeVar("Case")
 
-SCHEDULES = ("fused", "staged", "after")
+SCHEDULES: tuple[ScheduleName, ...] = ("fused", "staged", "after")
 # Under which schedules the jobs of the default tier do not hold a claim. That every schedule trains as
 # the fused one does is claimed by `step/test_loss_fn.py` and `schedules/test_schedule.py`.
 LEFT_OUT = {("mpi", 3): ("fused", "after", "auto"), ("gloo", 2): ("after", "auto")}
@@ -71,7 +72,7 @@ def hold(claims: Mapping[str, Claim], group: fddp.Group, folder: Path) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def schedules(group: fddp.Group, names: Sequence[str] = SCHEDULES) -> list[str]:
+def schedules(group: fddp.Group, names: Sequence[ScheduleName] = SCHEDULES) -> list[ScheduleName]:
     """The schedules under which this job holds a claim: a sample in the default tier."""
     left_out = LEFT_OUT.get((group.backend, group.processes), ())
     return [name for name in names if name not in left_out]
