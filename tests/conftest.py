@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from processes import COMPILATION_CACHE, UNOPTIMIZED
+from tiers import leave_to_slow
 
 import fddp
 
@@ -43,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= dict(zip(COMPILATION_CACHE, (folder, "0"), strict=True))
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_slow(items)
 
 
 def processor() -> str:

@@ -80,6 +80,7 @@ def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means()
         np.testing.assert_allclose(one, by_hand, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_no_step_measured_on_loopback_is_shorter_than_its_waits():
     found = hosts.measure({"gloo": partial(start, "gloo", 2)}, 2, 1, 100, rounds=1, warm_up=lambda way: 1)

@@ -111,6 +111,7 @@ def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home
     assert numbers(r"2 replicas, ([\d.]+) bits per byte", said)[0] < 6
 
 
+@pytest.mark.slow
 def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     home: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):

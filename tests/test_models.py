@@ -104,6 +104,7 @@ def test_synthetic_batches_follow_the_seed_and_the_size():
 ### What holds for every model
 
 
+@pytest.mark.quick("gpt", "resnet", "mlp")
 @tiny
 def test_gradients_flow_into_every_leaf(name):
     _, grads = evaluate(name)

@@ -73,6 +73,7 @@ def by_layers(params: Any) -> Any:
     return {"embed": params["embed"], "norm": params["norm"], **layers}
 
 
+@pytest.mark.quick("2-2-3")
 @pytest.mark.parametrize(
     ("replicas", "stages", "micro_batches"), [(2, 2, 3), (1, 4, 2), pytest.param(4, 1, 3, marks=pytest.mark.slow)]
 )

@@ -104,6 +104,7 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     assert [list(line.get_xdata()) for line in drawn] == [[11, 12], [11, 12]]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_is_saved_after_that_step(
     group: Callable[[int], fddp.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -116,6 +117,7 @@ def test_a_run_that_is_told_to_end_is_saved_after_that_step(
     assert losses(replace(GPT, resume=tmp_path), group(2)) == on_two(group(2))[3:]
 
 
+@pytest.mark.slow
 def test_a_command_that_has_finished_tests_again_what_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -204,6 +206,7 @@ def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(group: Calla
     assert dropped != pytest.approx(every, abs=1e-3)
 
 
+@pytest.mark.quick("1-lines", "12-bar")
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 @pytest.mark.parametrize("steps", [1, 12])
 def test_progress_tells_no_loss_before_there_is_one(group: Callable[[int], fddp.Group], terminal: bool, steps: int):

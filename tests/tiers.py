@@ -1,6 +1,6 @@
 """Which cases of a test run in the default tier; all others are in the tier `slow`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -24,10 +24,18 @@ def crossed(**values: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator
     return pytest.mark.parametrize(tuple(values), cases)
 
 
-def few(argument: str, values: Mapping[str, Any], quick: Collection[str]) -> pytest.MarkDecorator:
-    """Parametrizes a test by values, of which those that are named run in the default tier."""
-    cases = [
-        pytest.param(value, id=name, marks=[] if name in quick else [pytest.mark.slow])
-        for name, value in values.items()
-    ]
-    return pytest.mark.parametrize(argument, cases)
+def leave_to_slow(items: Sequence[pytest.Item]) -> None:
+    """Marks as `slow` the cases of a test that its mark `quick` does not name."""
+    named, present = set[tuple[str, str]](), set[tuple[str, str]]()
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick and isinstance(item, pytest.Function):
+            test, case = item.nodeid.split("[")[0], item.callspec.id
+            named |= {(test, name) for name in quick.args}
+            present.add((test, case))
+            if case not in quick.args:
+                item.add_marker(pytest.mark.slow)
+    tests = [test for test, _ in present]
+    missing = sorted((test, name) for test, name in named - present if tests.count(test) > 1)
+    if missing:
+        raise pytest.UsageError(f"pytest.mark.quick names cases that do not exist: {missing}")

@@ -89,7 +89,8 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         program=program,
         place=place,
         holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
-        each=lambda x: tuple(shard.data for shard in x.addressable_shards),
+        # The part of an array on one device may have its mesh, along whose axes JAX would lay all results.
+        each=lambda x: tuple(jax.device_put(part.data, part.device) for part in x.addressable_shards),
         together=together,
         feed=feed,
     )

@@ -180,6 +180,7 @@ def audited_with_batch_norm():
     return resnet_tiny, fddp.audit(step, state, resnet_tiny.batch, "h100:2", beside="jit")
 
 
+@pytest.mark.slow
 @aot
 @pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
 def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
@@ -220,7 +221,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     ("name", "target"),
     [
         ("mlp", "h100:8"),
-        ("two layers of gpt", "h100:8"),
+        pytest.param("two layers of gpt", "h100:8", marks=slow),
         pytest.param("mlp", "a100:8", marks=slow),
         pytest.param("gpt", "h100:8", marks=slow),
     ],

@@ -91,6 +91,7 @@ def trained(ended: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ended, tmp_path / "saved"))
 
 
+@pytest.mark.quick("shards")
 def test_a_training_that_ended_goes_on_bit_for_bit(
     trained: Path, group: Callable[[int], fddp.Group], make: Make, restored: Restored
 ):
@@ -110,6 +111,7 @@ def test_where_there_is_none_training_begins(group: Callable[[int], fddp.Group],
         assert checkpoints.restore(state) == (state, None)
 
 
+@pytest.mark.quick("shards")
 def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
     group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str], make: Make
 ):
@@ -134,6 +136,7 @@ def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
     assert told == [f"fddp: training goes on from step 8, from {tmp_path}."]
 
 
+@pytest.mark.quick("whole")
 def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
@@ -209,6 +212,7 @@ def test_where_none_is_whole_nobody_begins_anew_unawares(
         restored(trained, group(2))
 
 
+@pytest.mark.quick("whole")
 def test_a_checkpoint_that_was_not_finished_counts_as_none(
     group: Callable[[int], fddp.Group],
     tmp_path: Path,
@@ -240,6 +244,7 @@ def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.G
         same_arrays(again, state)
 
 
+@pytest.mark.quick("shards")
 def test_steps_are_counted_through_other_options_and_measurements(
     group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
 ):
@@ -366,6 +371,7 @@ def test_if_the_last_could_not_be_written_closing_says_so(
 ### Another training
 
 
+@pytest.mark.quick("shards")
 def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
     trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str], restored: Restored
 ):

@@ -52,6 +52,7 @@ def write_with_orbax(folder: Path, state: fddp.TrainState, replicas: int, place:
     (saved / "fddp.json").write_text(json.dumps([digest(text.encode()), text]))
 
 
+@pytest.mark.quick("3-state", "2-None")
 @pytest.mark.parametrize("shard", [None, "optimizer", "state"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_checkpoint_that_orbax_wrote_is_restored_whole_and_in_shards(

@@ -43,6 +43,7 @@ def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_fol
         assert step.stats().hook == f"adaptive({', '.join(map(str, bits))})"
 
 
+@pytest.mark.quick("in shards")
 @pytest.mark.parametrize("options", [{}, {"shard": "state"}], ids=["whole", "in shards"])
 def test_a_step_with_other_bits_goes_on_with_what_was_lost_before(group: Any, options: Any):
     """In the end all is sent in 32 bits, and nothing is missing."""

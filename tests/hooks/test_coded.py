@@ -96,6 +96,7 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
         np.testing.assert_allclose(np.sum(memory["summed"], 0), summed[:size], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.quick("4 bits")
 @pytest.mark.parametrize("hook", [hooks.sign(), hooks.quantize(bits=4)], ids=["1 bit", "4 bits"])
 def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.Hook):
     """What has come, and what is remembered of numbers and of sums, are together all gradients."""

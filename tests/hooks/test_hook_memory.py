@@ -77,6 +77,12 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(
+    "topk with memory-eager, state in shards",
+    "adasum-staged, gathered twice",
+    "topk with memory-after, optimizer in shards",
+    "adasum-fused, state in shards",
+)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_hook_makes_the_same_of_whole_leaves_in_every_way(group: Groups, name: str, way: str):
     plain, _ = trained(group(3), schedule="staged", hook=HOOKS[name])
@@ -92,6 +98,9 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
     close(got, plain, rtol=1e-7, atol=0.02)
 
 
+@pytest.mark.quick(
+    "staged, gathered twice-8 bits", "eager, state in shards-signs", "whole-topk", "fused, state in shards-8 bits"
+)
 @crossed(
     options={"whole": {}} | {way: options for way, options in WAYS.items() if "shard" in options},
     name=["topk", "signs", "8 bits"],
@@ -111,6 +120,7 @@ def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(group: Groups, nam
     np.testing.assert_allclose(sent + kept, 6 * WIDE.mean(1).sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("0-state", "2-optimizer")
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 @pytest.mark.parametrize(
     "optimizer", [optax.flatten(optax.adam(0.1)), optax.contrib.muon(0.05), optax.adafactor(0.1)], ids=["0", "1", "2"]

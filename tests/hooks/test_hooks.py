@@ -316,6 +316,7 @@ def trained(group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any) 
 
 
 # Quantization does so in test_schedule.py, with all other features.
+@pytest.mark.quick("topk")
 @pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
 def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
     ends = [trained(group, hook, schedule=name, accumulation_steps=2) for name in ("fused", "staged", "after")]
@@ -429,6 +430,7 @@ def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
     return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
 
 
+@pytest.mark.quick("quantize", "fp16")
 @pytest.mark.parametrize("hook", tier(FINITE, "none", "fp16", "quantize", "powersgd"))
 def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotten(group, x64, hook):
     params = zeros(*FLOATS)

@@ -49,6 +49,7 @@ def by_hand(mix: float, start: int, met: int | None) -> Params:
     return shared
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "backend, size, devices, cases",

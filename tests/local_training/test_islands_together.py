@@ -95,6 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("delay, in shards", "a period that grows")
 @pytest.mark.parametrize("case", CASES)
 def test_an_island_is_as_good_as_one_replica_with_its_rows(group: Groups, x64: None, case: str):
     """Two islands of two are two replicas, on the same halves of the rows."""
@@ -115,6 +116,7 @@ def test_islands_are_the_nodes_of_a_group(group: Groups, x64: None):
     close(nodes, islands, rtol=0, atol=0)
 
 
+@pytest.mark.quick("1-two levels", "2-three")
 @pytest.mark.parametrize("every", [2, {"params": 4, "node": 2}], ids=["two levels", "three"])
 @pytest.mark.parametrize("island", [1, 2])
 def test_the_same_step_on_other_replicas_knows_their_islands(group: Groups, island: int, every: Any):
@@ -168,6 +170,7 @@ def test_a_replica_alone_still_sends_nothing_between_two_synchronizations(group:
     assert sent.reduction.level == "all"
 
 
+@pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", [None, "optimizer", "state"])
 def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups, tmp_path: Path, shard: Any):
     def make() -> fddp.TrainStep:

@@ -91,6 +91,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("streaming, delay 1, mix 0.5", "SlowMo", "DiLoCo", "streaming, delay 0, mix 1.0")
 @pytest.mark.parametrize("method", METHODS)
 def test_what_replicas_and_their_outer_optimizer_do_is_what_a_loop_over_them_does(
     group: Groups, x64: None, method: str

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiers import crossed, few
+from tiers import crossed
 from trees import close
 
 import fddp
@@ -112,6 +112,7 @@ def check(state: Any, hand: Any, moments: Callable[[Any], Any] = lambda inner: i
     close((adam.mu, adam.nu), tuple(mean_of(means[key]) for key in BETA), rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick("", "start")
 @pytest.mark.parametrize("local", [{}, {"delay": 1, "mix": 0.5}, {"start": 3}], ids=["", "delay", "start"])
 def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64: None, local: Any):
     periods: Any = {"params": 2, "mu": 3, "nu": 5}
@@ -122,6 +123,7 @@ def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64:
     close(each, np.stack([one["w"] for one in hand[0]]), rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick("whole", "optimizer")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_two_islands_of_two_average_each_moment_at_its_own_period(group: Groups, x64: None, way: Any):
     state, _ = trained(group(4), {"every": PERIODS, "island": 2}, **way)
@@ -212,6 +214,7 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
 ### Three levels
 
 
+@pytest.mark.quick("no divisor-1")
 @crossed(node={"a divisor": 2, "no divisor": 3}, delay=[0, 1])
 def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     group: Groups, x64: None, node: int, delay: int
@@ -223,7 +226,8 @@ def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     close(state.params["w"].parts.reshape(4, 3, 5), np.stack([one["w"] for one in hand[0]]), rtol=0, atol=1e-10)
 
 
-@few("way", WAYS, {"whole", "state"})
+@pytest.mark.quick("whole")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_islands_of_a_node_average_parameters_of_the_same_place(group: Groups, x64: None, way: Any):
     local: Any = {"every": {"params": 6, "node": 2, "nu": 4}}
     state, _ = trained(group(8).hierarchical(4), {**local, "island": 2}, **way)
@@ -243,6 +247,7 @@ def test_with_fragments_a_node_averages_all_parameters(group: Groups, x64: None)
     close(fddp.whole(state.params), expected.params, rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick("node")
 @pytest.mark.parametrize("island", [4, "node"])
 def test_a_node_of_one_island_has_its_own_mean(group: Groups, x64: None, island: Any):
     nodes = group(8).hierarchical(4)
@@ -348,6 +353,7 @@ def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
 ### What stays, and what is refused
 
 
+@pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", [None, "state"])
 def test_a_checkpoint_between_two_means_goes_on_bit_for_bit(group: Groups, tmp_path: Path, shard: Any):
     def make() -> fddp.TrainStep:

@@ -72,6 +72,7 @@ def oracle(islands: int, each: int, start: int) -> tuple[Any, dict[str, list[Spa
     return own, of_gradients, of_changes
 
 
+@pytest.mark.quick("fused-replicas-3", "fused-islands of two-3", "staged-replicas-0")
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("islands, each", [(2, 1), (2, 2)], ids=["replicas", "islands of two"])
 @pytest.mark.parametrize("schedule", ["fused", "staged"])

@@ -199,6 +199,7 @@ def test_a_used_up_state_has_no_module(group):
 ### Functions that make parameters
 
 
+@pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", [None, "state"])
 def test_a_linen_modules_functions_make_the_state_of_its_arrays(group, shard: Any):
     net = fddp.from_linen(Linen(), lambda model, x: jnp.mean((model(x, train=True) - 1) ** 2))
@@ -216,6 +217,7 @@ def test_a_linen_module_without_buffers_has_one_function():
     assert net.functions(jax.random.key(0), X)[1] is None
 
 
+@pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", [None, "state"])
 def test_an_nnx_module_that_a_function_makes_has_the_state_of_its_arrays(group, shard: Any):
 

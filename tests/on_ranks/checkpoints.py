@@ -100,7 +100,7 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
             assert own(train(group, step, state, 9)) == own(calm)
 
 
-@claim()
+@claim(quick=("gloo",))
 def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: fddp.Group):
     loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
     noisy = optax.chain(optax.add_noise(0.01, 0.55, key=0), optax.adam(0.1))  # its state has a random key
@@ -148,7 +148,7 @@ def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.
                 np.testing.assert_allclose(state.params, by_plain_jax, rtol=1e-5, atol=1e-6)
 
 
-@claim()
+@claim(quick=("gloo",))
 def a_folder_that_rank_0_cannot_write_is_restored_from_and_save_is_an_error_on_every_rank(group: fddp.Group):
     mkdir = Path.mkdir
 
@@ -184,7 +184,7 @@ def what_rank_0_cannot_open_is_an_error_on_every_rank(group: fddp.Group):
 @claim(quick=("mpi",))
 def a_state_in_shards_is_written_by_all_ranks_and_read_in_all_shards(group: fddp.Group):
     kinds: tuple[Any, ...] = ("state", "optimizer", None)
-    for saved in kinds:
+    for saved in sampled(group, kinds):
         step, state = in_shards(group, saved)
         state = train(group, step, state, 2)
         expected = bits(fddp.whole(state, group=group))
@@ -271,7 +271,7 @@ def restored(group: fddp.Group, path: Path) -> tuple[fddp.TrainState, str]:
     return state, "".join(group.all_gather_object(told.getvalue()))
 
 
-@claim()
+@claim(quick=("gloo",))
 def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_before(group: fddp.Group):
     with two_checkpoints(group) as (path, first, second):
         assert own(restored(group, path)[0]) == second
@@ -299,9 +299,9 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
         assert own(state) == first and "is missing" in told
 
 
-@claim(quick=("mpi",))
+@claim()
 def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(group: fddp.Group):
-    for rank in (0, group.processes - 1):
+    for rank in sampled(group, (0, group.processes - 1)):
         with two_checkpoints(group) as (path, _, _):
             step, like = in_shards(group, "state")
             with redirect_stderr(io.StringIO()) as told:
@@ -331,7 +331,7 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
             assert f"rank {rank}" in message, message
 
 
-@claim()
+@claim(quick=("gloo",))
 def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Group):
     """As if it had died, or its files did not come through, and nobody had seen it."""
     with two_checkpoints(group) as (path, _, second):
@@ -358,7 +358,7 @@ def silent(begun: Path, rank: int) -> None:
         reports.report(begun, rank)
 
 
-@claim()
+@claim(quick=("gloo",))
 def an_error_in_training_ends_without_waiting_for_ranks_that_write_nothing(group: fddp.Group):
     with two_checkpoints(group) as (path, _, _):
         step, state = in_shards(group, "state")

@@ -86,7 +86,7 @@ def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
     assert "program, with reshard_after_forward" in error, error
 
 
-@claim()
+@claim(quick=("mpi",))
 def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
     """Rank 0 does not read one of the leaves, so its own program would tell it another order of what is put off."""
 

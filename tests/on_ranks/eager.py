@@ -44,7 +44,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
     close(state.params, expected.params, rtol=1e-3, atol=1e-5)
 
 
-@claim()
+@claim(quick=("mpi",))
 def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: fddp.Group):
     """Gathers of the next step lie beside whatever a loop does: its results are right, and so is the training."""
 

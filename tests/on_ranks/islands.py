@@ -29,7 +29,7 @@ def mine(copies: Any) -> np.ndarray:
     return np.asarray(copies.parts.addressable_shards[0].data).reshape(copies.shape)
 
 
-@claim()
+@claim(quick=("gloo",))
 def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(group: fddp.Group):
     batches = [batches_of(rank, 5 + 2 * rank) for rank in range(group.size)]  # as many steps as each likes
     cases: Any = ((1, 0.0, "fused"), (max(group.size - 1, 1), 0.25, "staged"))
@@ -58,7 +58,7 @@ def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(grou
             same_bits(mine(state.params), mine(again.states[group.rank].params))
 
 
-@claim()
+@claim(quick=("gloo",))
 def an_island_that_is_stopped_stops_no_other_be_it_rank_0(group: fddp.Group):
     for stopped in (0, 1):
         with shared_folder(group) as folder:

@@ -40,7 +40,7 @@ def own_bits(state: Any) -> list[bytes]:
     return [np.asarray(x.addressable_data(0)).tobytes() for x in jax.tree.leaves(state)]
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_state_that_a_function_makes_is_that_of_its_arrays(group: fddp.Group):
     for shard in (None, "optimizer", "state"):
         step = step_of(group, shard=shard)
@@ -74,7 +74,7 @@ def a_function_that_fails_on_one_rank_fails_on_all(group: fddp.Group):
     assert "is traced" in error_of(lambda: step_of(group).init(function), TypeError)
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_rank_never_holds_the_model_whose_state_it_makes(group: fddp.Group):
     def layers(width: int) -> dict[str, jax.Array]:
         return {f"w{k}": jnp.sin(jnp.arange(float(width**2)) + k).reshape(width, width) for k in range(LEAVES)}

@@ -25,7 +25,7 @@ def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
         trained_as_by_plain_jax(group, steps, schedule=schedule)
 
 
-@claim(quick=("mpi", "gloo"))
+@claim(quick=("mpi",))
 def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(group: fddp.Group):
     cases: Any = (("optimizer", "staged"), ("state", "staged"), ("state", "eager"))
     for shard, schedule in cases:

@@ -13,7 +13,7 @@ from truth import by_plain_jax
 import fddp
 
 
-@claim()
+@claim(quick=("mpi",))
 def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     params = {"w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), "b": np.float32(0.25)}
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)

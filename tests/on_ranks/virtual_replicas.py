@@ -37,7 +37,7 @@ def trained(group: fddp.Group, **options: Any) -> list[bytes]:
     return [*told, *(np.asarray(x).tobytes() for x in jax.tree.leaves(params))]
 
 
-@claim()
+@claim(quick=("gloo",))
 def the_bits_are_those_of_one_replica_alone(group: fddp.Group):
     alone = fddp.mesh_group(jax.make_mesh((1,), ("replica",), devices=jax.local_devices()[:1]))
     assert trained(group, schedule="staged", bucket_cap_mb=0) == trained(alone)

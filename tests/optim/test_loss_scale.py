@@ -39,6 +39,7 @@ def product(w: Any, x: Any) -> jax.Array:
 MEMORY = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
 
 
+@pytest.mark.quick("3-fused")
 @pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("replicas", [2, 3])

@@ -100,6 +100,15 @@ def problem() -> tuple[Any, list[Any]]:
     return params, [jax.tree.map(lambda x: draw.normal(size=x.shape), params) for _ in range(STEPS)]
 
 
+@pytest.mark.quick(
+    "adafactor",
+    "adam",
+    "contrib.muon",
+    "clip_by_global_norm0",
+    "adamw, masked",
+    "MultiSteps1",
+    "contrib.schedule_free_adamw",
+)
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("make", "home"),

@@ -90,6 +90,7 @@ def alone(step_of: Steps) -> Bits:
     return trained(step_of(1))
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_the_bits_do_not_depend_on_the_number_of_replicas(step_of: Steps, alone: Bits, replicas: int):
     """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout and weights."""
@@ -204,6 +205,7 @@ def test_another_order_is_another_sum(step_of: Steps, alone: Bits):
     assert b"".join(bits(state.params)) not in b"".join(alone[-1])
 
 
+@pytest.mark.quick("3-4")
 @pytest.mark.parametrize("replicas, times", [(2, 1), (4, 1), (3, 4)])
 def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: int, times: int):
     """And others more: each block to whoever adds a part of it, and the sum back."""

@@ -173,6 +173,7 @@ def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_e
 
 
 # For the ranks SIGTERM, which no handler of their caller takes, is the same as SIGKILL.
+@pytest.mark.quick("9")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "number",

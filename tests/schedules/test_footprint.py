@@ -92,6 +92,7 @@ PARAMS = {f"w{k}": np.full((WIDTH, WIDTH), 0.01, np.float32) for k in range(8)}
 BATCH = np.ones((4, WIDTH), np.float32)
 
 
+@pytest.mark.quick("fused", "eager")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["fused", "staged", "eager"])
 def test_what_rests_is_the_state_and_the_rows(schedule: str):

@@ -156,6 +156,7 @@ def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
     return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **given)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.steps
 def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Groups, x64: None, n: int):

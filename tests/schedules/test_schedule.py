@@ -148,6 +148,7 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.quick("parts")
 @pytest.mark.parametrize("features", FEATURES)
 def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, x64, features):
     schedules = ("fused", "staged", "after", *(() if "hook" in FEATURES[features] else ("eager",)))

@@ -22,6 +22,7 @@ def net(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"]) ** 2)
 
 
+@pytest.mark.quick("{'schedule': 'eager', 'shard': 'state'}", "{'schedule': 'staged', 'virtual_replicas': 4}")
 @pytest.mark.steps
 @pytest.mark.parametrize(
     "options",

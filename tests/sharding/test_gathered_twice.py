@@ -75,6 +75,7 @@ def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
     return fddp.train_step(loss, ADAM, group=group, **wanted)
 
 
+@pytest.mark.quick("3-staged", "1-fused", "2-after", "4-fused")
 @pytest.mark.parametrize(
     ("n", "schedule"), [*((n, "fused") for n in (1, 2, 3, 4)), (3, "staged"), (2, "staged"), (2, "after")]
 )

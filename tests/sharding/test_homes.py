@@ -77,6 +77,7 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
             np.testing.assert_array_equal(x, parts(np.asarray(want)))
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_each_matrix_is_orthogonalised_once_over_all_replicas(group: Groups, n: int):
     """The host sees which matrices come, from all devices together."""
@@ -105,6 +106,7 @@ def test_each_matrix_is_orthogonalised_once_over_all_replicas(group: Groups, n: 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *ends)
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_branches_of_a_program_share_out_the_products_of_muon(group: Groups, n: int):
     step = fddp.train_step(loss_fn, optax.contrib.muon(0.1), group=group(n), shard="optimizer")

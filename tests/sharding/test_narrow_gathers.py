@@ -89,6 +89,7 @@ def scanned(p: Any, x: Any) -> Any:
     return jnp.mean((jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0] - 1) ** 2)
 
 
+@pytest.mark.quick("fused-gathered twice")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow)])
 def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Groups, schedule: Any, way: Any):
@@ -104,6 +105,7 @@ def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Gr
     assert whole - sent in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
 
 
+@pytest.mark.quick("fused-at once")
 @crossed(schedule=["fused", "staged"], nodes={"at once": None, "in nodes": 2})
 def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule: Any, nodes: Any):
     replicas = group(6).hierarchical(nodes) if nodes else group(2)
@@ -119,6 +121,7 @@ def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule
     assert LAYERS * layer <= whole - sent <= 2 * LAYERS * layer
 
 
+@pytest.mark.quick("layers-fused-state")
 @crossed(params={"layers": PARAMS, "a stack": STACK}, schedule=["fused", "staged"], way=WAYS)
 def test_in_nodes_scatters_take_fewer_bits_and_lose_nothing_of_small_integers(
     group: Groups, params: Any, schedule: Any, way: Any

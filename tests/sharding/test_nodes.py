@@ -81,6 +81,7 @@ def test_training_in_nodes_is_training(group: Groups, x64: None, case: Any, way:
     close((whole.params, whole.opt_state), plain(clipped, 3), rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("schedule", ["eager", "fused"])
 def test_leaves_that_go_home_do_so_in_each_node(group: Groups, x64: None, schedule: Any):
     muon = optax.contrib.muon(0.05, weight_decay=0.1)
@@ -122,6 +123,7 @@ def test_the_network_carries_the_parts_alone(group: Groups):
     assert not everyone
 
 
+@pytest.mark.quick("state")
 @each_way
 def test_a_hook_speaks_with_the_replicas_of_all_nodes(group: Groups, way: Any):
     levels = group(4).hierarchical(2)
@@ -131,6 +133,7 @@ def test_a_hook_speaks_with_the_replicas_of_all_nodes(group: Groups, way: Any):
         close(fddp.whole(state).params, other.params, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("state")
 @each_way
 def test_sums_that_are_pending_join_the_next_step(group: Groups, x64: None, way: Any):
     step = fddp.train_step(loss_fn, clipped, group=group(4).hierarchical(2), bucket_cap_mb=0, **way)

@@ -88,6 +88,12 @@ def case(
     return pytest.param(n, shard, schedule, inner, optimizer, options, id=name, marks=marks)
 
 
+@pytest.mark.quick(
+    "2 state eager plainly clipped accumulation_steps",
+    "3 optimizer staged beside tied parameters adafactor",
+    "8 state eager in reverse clipped",
+    "3 state staged each rematerialised adamw",
+)
 @pytest.mark.parametrize(
     ("n", "shard", "schedule", "inner", "optimizer", "options"),
     [
@@ -124,6 +130,7 @@ def test_stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_j
         close(state.opt_state, held)
 
 
+@pytest.mark.quick("3-state")
 @pytest.mark.parametrize(("n", "shard"), [(8, "optimizer"), (3, "state")])
 def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(group: Groups, x64: None, n: int, shard: Any):
     loss = net(INNER["plainly"])
@@ -194,6 +201,7 @@ def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_upda
     assert {task.reduction.carries for task in tasks if task.name in ("bucket 1", "gather 1")} == {SLICES[1]}
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_a_round_of_the_forward_loop_waits_for_its_own_layers_alone(group: Groups, x64: None, schedule: str):
     step, tasks = listed(group(2), "state", schedule)

@@ -66,6 +66,7 @@ def plain(optimizer: optax.GradientTransformation, steps: int) -> tuple[Any, Any
     return by_plain_jax(loss_fn, optimizer, PARAMS, [ROWS * (k + 1) for k in range(steps)])[:2]
 
 
+@pytest.mark.quick("2-muon, clipped-state", "5-lamb-optimizer", "3-MultiSteps-state", "3-momentum-optimizer")
 @both
 @pytest.mark.parametrize(
     ("n", "name"),
@@ -165,6 +166,7 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: Any):
         assert np.all(old["b"] != new["b"])
 
 
+@pytest.mark.quick("staged-2-optimizer", "fused-4-state", "fused-1-optimizer")
 @both
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
@@ -287,6 +289,7 @@ def test_an_evaluation_inside_jit_takes_a_state_whole(group: Groups, shard: Any)
     jax.tree.map(np.testing.assert_array_equal, inside, outside)
 
 
+@pytest.mark.quick("state-optimizer")
 @pytest.mark.parametrize(("first", "later"), [("optimizer", "state"), ("state", "optimizer")])
 def test_a_checkpoint_of_shards_is_whole_and_goes_on_on_other_numbers_of_replicas(
     group: Groups, tmp_path: Path, x64: None, first: str, later: str

@@ -60,12 +60,14 @@ def alike(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(np.asarray(a, wide), np.asarray(b, wide), rtol=rounding, atol=rounding)
 
 
+@pytest.mark.quick("complex-optimizer", "of 16 bits-state", "of two dtypes-gathered twice")
 @each_way
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_parameters_of_other_dtypes(group: Groups, params: Any, way: dict[str, Any]):
     alike(trained(group(3), deep, params, **way), trained(group(3), deep, params))
 
 
+@pytest.mark.quick("gathered twice")
 @each_way
 def test_a_loss_in_16_bits_with_whole_masters(group: Groups, way: dict[str, Any]):
     loss = fddp.mixed_precision(deep, jnp.bfloat16)
@@ -75,6 +77,7 @@ def test_a_loss_in_16_bits_with_whole_masters(group: Groups, way: dict[str, Any]
     alike((params, opt_state), whole[:2])
 
 
+@pytest.mark.quick("state")
 @each_way
 def test_several_optimizers_and_masks(group: Groups, way: dict[str, Any]):
     rules: Any = {
@@ -85,12 +88,14 @@ def test_several_optimizers_and_masks(group: Groups, way: dict[str, Any]):
     alike(*(trained(group(3), deep, WEIGHTS, optimizer=optimizer, **options) for options in (way, {})))
 
 
+@pytest.mark.quick("state")
 @each_way
 def test_hosts_that_sum_among_their_own_replicas_first(group: Groups, way: dict[str, Any]):
     flat = group(4)
     alike(trained(flat.hierarchical(local=2), deep, WEIGHTS, **way), trained(flat, deep, WEIGHTS))
 
 
+@pytest.mark.quick("state")
 @each_way
 def test_statistics_of_all_rows(group: Groups, way: dict[str, Any]):
     class Net(nn.Module):
@@ -106,6 +111,7 @@ def test_statistics_of_all_rows(group: Groups, way: dict[str, Any]):
     alike(*(trained(group(2), net.loss_fn, params, **given, **options) for options in (way, {})))
 
 
+@pytest.mark.quick("optimizer")
 @each_way
 def test_a_last_batch_with_fewer_rows(group: Groups, way: dict[str, Any]):
     def joined(**options: Any) -> Any:

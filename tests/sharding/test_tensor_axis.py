@@ -89,6 +89,7 @@ def trains_alike(state: Any, expected: tuple[Any, Any]) -> None:
 SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(4, 2), (2, 4)]), (1, 2)]
 
 
+@pytest.mark.quick("(2, 2)")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_replicas_of_several_devices_train_in_shards_as_plain_jax_does(x64: None, shape: tuple[int, int]):
     trains_alike(trained(*reversed(begun(shape, shard="state"))), alone())
@@ -102,6 +103,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("accumulated", "optimizer")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_shards_of_parts_go_with_options(x64: None, options: dict[str, Any]):
     trains_alike(trained(*reversed(begun((2, 2), **options))), alone())

@@ -59,6 +59,7 @@ def test_few_rows_travel_and_all_others_are_updated_too(group: Groups, x64: None
     assert f"embed (8 of {ALL} rows, with their numbers)" in str(step.plan)
 
 
+@pytest.mark.quick("staged", "fused")
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: None, schedule: Any):
     """On one replica alone, on both, and on none again."""

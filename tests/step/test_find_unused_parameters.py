@@ -146,6 +146,7 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
         assert same == [not k for k in keep]
 
 
+@pytest.mark.slow
 def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
     """Each replica leaves out its own layers. Which ones, plain JAX tells: their gradients are zero."""
     model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.7)

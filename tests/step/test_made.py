@@ -57,12 +57,14 @@ def step_of(group: fddp.Group, optimizer: Any = None, **options: Any) -> fddp.Tr
     return fddp.train_step(loss_fn, optimizer or optax.adam(0.1), group=group, **options)
 
 
+@pytest.mark.quick("3-state", "1-None")
 @crossed(n=[8, 1, 2, 3], shard=["state", None, "optimizer"])
 def test_a_function_makes_the_state_of_its_arrays_bit_for_bit(group: Groups, n: int, shard: Any):
     step = step_of(group(n), shard=shard)
     same_arrays(step.init(make), step.init(jax.jit(make)()))
 
 
+@pytest.mark.quick("a number of all leaves-state", "adam-None")
 @crossed(name=list(OPTIMIZERS), shard=[None, "optimizer", "state"])
 def test_an_optimizer_that_looks_at_parameters_sees_those_of_the_function(group: Groups, name: str, shard: Any):
     step = step_of(group(3), OPTIMIZERS[name](), shard=shard)
@@ -83,6 +85,7 @@ def test_a_function_makes_the_model_of_a_library_bit_for_bit(group: Groups, opti
     same_arrays(step.init(lambda: init()[0]), step.init(jax.jit(init)()[0]))
 
 
+@pytest.mark.quick("state")
 @SHARDS
 def test_buffers_are_made_by_a_function_too_and_beside_given_parameters(group: Groups, shard: Any):
     def buffers() -> dict[str, Any]:
@@ -189,6 +192,7 @@ def test_a_function_may_have_arguments_with_defaults_or_bound_ones(group: Groups
 ### A state of other replicas
 
 
+@pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 def test_a_step_is_told_of_shards_that_other_devices_hold(group: Groups, shard: Any):
     step = step_of(group(2), shard=shard)

@@ -48,6 +48,7 @@ def in_halves(tree: Any) -> set[str]:
 MATRICES = {"query", "key", "value", "out", "gate", "up", "down", "embed"}
 
 
+@pytest.mark.quick("gpt-adamw-after")
 @pytest.mark.parametrize("run", [Run("gpt", "adamw", "fused", 2), Run("gpt", "adamw", "after")], ids=str)
 def test_four_replicas_of_two_devices_end_where_one_device_does(run: Run):
     with trainings.precision(run.rule):

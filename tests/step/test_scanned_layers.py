@@ -105,6 +105,15 @@ def compare(got: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-13), got, expected)
 
 
+@pytest.mark.quick(
+    "plainly-staged",
+    "in reverse-staged",
+    "rematerialised whole-staged",
+    "twice over the same layers-staged",
+    "with random numbers-staged",
+    "and read by something else-staged",
+    "beside tied parameters-eager",
+)
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("written", "schedule"),
@@ -182,6 +191,7 @@ def test_slices_go_with_other_options(group, x64, options):
     compare(params, plain(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
 
 
+@pytest.mark.quick("staged")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_slices_travel_in_sixteen_bits_as_whole_stacks_do(group, schedule):
@@ -251,6 +261,7 @@ def test_an_update_that_mixes_layers_waits_for_all_slices(group, x64):
     compare(params, plain(loss, optimizer, weights()))
 
 
+@pytest.mark.quick("staged")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from problems import first_column
+from tiers import crossed
 from truth import by_plain_jax
 
 import fddp
@@ -26,6 +27,8 @@ PARAMS = {
 }
 ROWS = np.sin(np.arange(48, dtype=np.float32)).reshape(16, 3)
 OPTIMIZER = optax.adam(0.1)
+
+Check = Callable[[fddp.Group, Path], None]
 
 
 class Context(NamedTuple):
@@ -49,19 +52,11 @@ def context_of(name: str, kind: AxisType) -> Context:
     return Context(mesh_of(1 if name == "of one device" else 4, kind), fddp.mesh_group(mesh_of(4, kind, axis), axis))
 
 
-# What differs between meshes is seen on these two; the others are slow.
-QUICK = {("of the group", "Explicit"), ("of one device", "Auto")}
-CONTEXTS = [
-    pytest.param((name, kind), marks=[] if (name, kind) in QUICK else [pytest.mark.slow], id=f"{kind} {name}")
+CONTEXTS = {
+    f"{kind} {name}": (name, AxisType[kind])
     for name in ("of the group", "of another axis", "of one device")
     for kind in ("Auto", "Explicit")
-]
-
-
-@pytest.fixture(params=CONTEXTS)
-def context(request: pytest.FixtureRequest) -> Context:
-    name, kind = request.param
-    return context_of(name, AxisType[kind])
+}
 
 
 def close(result: Any, expected: Any) -> None:
@@ -204,7 +199,7 @@ def in_local_steps(group: fddp.Group, folder: Path) -> None:
     close(fddp.whole(state.params), by_plain_jax(first_column, optax.sgd(0.1), PARAMS, [ROWS[:1]] * 2).params)
 
 
-CHECKS: dict[str, Callable[[fddp.Group, Path], None]] = {
+CHECKS: dict[str, Check] = {
     **{name: after_steps(schedule=name) for name in ("fused", "held", "unordered", "staged", "eager", "after")},
     "shard=optimizer": after_steps(shard="optimizer"),
     "shard=state": after_steps(shard="state"),
@@ -221,14 +216,17 @@ CHECKS: dict[str, Callable[[fddp.Group, Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_under_a_mesh_that_is_set(name: str, context: Context, tmp_path: Path):
+@crossed(check=CHECKS, where=CONTEXTS)
+def test_under_a_mesh_that_is_set(check: Check, where: tuple[str, AxisType], tmp_path: Path):
+    context = context_of(*where)
     with jax.set_mesh(context.mesh):
-        CHECKS[name](context.group, tmp_path)
+        check(context.group, tmp_path)
         assert jax.sharding.get_mesh() == context.mesh
 
 
-def test_a_thread_of_the_users_sets_a_mesh_of_its_own(context: Context, tmp_path: Path):
+def test_a_thread_of_the_users_sets_a_mesh_of_its_own(tmp_path: Path):
+    context = context_of("of the group", AxisType.Explicit)
+
     def train() -> None:
         with jax.set_mesh(context.mesh):
             after_steps(schedule="staged")(context.group, tmp_path)
@@ -256,9 +254,9 @@ def lying(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "staged"}, {"shard": "state"}], ids=str)
-@pytest.mark.parametrize("inside", [True, False])
-def test_rows_and_parameters_may_lie_in_parts(options: dict[str, Any], inside: bool, context: Context):
+@crossed(options=[{}, {"schedule": "staged"}, {"shard": "state"}], inside=[True, False], where=CONTEXTS)
+def test_rows_and_parameters_may_lie_in_parts(options: dict[str, Any], inside: bool, where: tuple[str, AxisType]):
+    context = context_of(*where)
     mesh = mesh_of(4, AxisType.Explicit)
     step = fddp.train_step(first_column, OPTIMIZER, group=context.group, **options)
     params = PARAMS | {name: lying(PARAMS[name], mesh, PartitionSpec("data")) for name in ("b", "head")}

@@ -36,6 +36,7 @@ def sums_in_loops(step: Any, params: Any) -> int:
     return sum(any(work(module, line, body) for line, body in some) for some in summing)
 
 
+@pytest.mark.quick("plainly", "with random numbers", "beside tied parameters", "rematerialised whole", "in reverse")
 @pytest.mark.steps
 @pytest.mark.parametrize("written", SLICED)
 def test_stacked_layers_are_summed_in_their_loop_as_by_plain_jax(group, x64, written):
