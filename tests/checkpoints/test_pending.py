@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiers import crossed
 from trees import bits, close
 
 import fddp
@@ -71,11 +72,14 @@ def by_plain_jax(rows: np.ndarray) -> Any:
     return jax.tree.map(lambda p, g: p - RATE * g, START, jax.grad(loss_of)(START, rows))
 
 
-@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}, {"shard": "state"}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 1), (1, 3), (4, 3), (2, 2)])
+@crossed(
+    options=[{"find_unused_parameters": True}, {"shard": "optimizer"}, {"shard": "state"}, {}],
+    replicas=[(4, 2), (2, 4), (3, 1), (1, 3), (4, 3), (2, 2)],
+)
 def test_pending_gradients_count_on_any_number_of_replicas(
-    group: Callable[[int], fddp.Group], x64: None, tmp_path: Path, before: int, after: int, options: Any
+    group: Callable[[int], fddp.Group], x64: None, tmp_path: Path, replicas: tuple[int, int], options: Any
 ):
+    before, after = replicas
     saved(make(group(before), **options), tmp_path)
     step = make(group(after), **options)
     state, info = step(restored(step, tmp_path, start(step)), ROWS[24:])
