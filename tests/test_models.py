@@ -66,6 +66,7 @@ def evaluate(name: str) -> Any:
 ### Sizes
 
 
+@pytest.mark.quick("models.gpt-bytes-1623744-38", "models.resnet-18-11689512-62", "models.mlp-1024-8388608-8")
 @pytest.mark.parametrize(
     ("module", "preset", "parameters", "leaves"),
     [

@@ -39,6 +39,7 @@ def start() -> twin.State:
     return twin.State(params, OPTIMIZER.init(params))
 
 
+@pytest.mark.quick("fused-8", "staged-2")
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
 def test_the_twin_and_fddp_train_to_the_same_state(group, x64, count, schedule):

@@ -736,7 +736,7 @@ def test_an_all_to_all_is_no_merged_bucket(group):
 @aot
 def test_the_memory_of_a_step_is_told_before_it_runs():
     """AdamW: three numbers for each parameter, of which eight replicas share two, or all."""
-    module, model, _, options = MODELS["two layers of gpt"]
+    module, model, _, options = MODELS["mlp"]
     given = workload(module, model, 8 * 8)
     numbers = sum(x.size for x in jax.tree.leaves(given.params))
     peaks = []

@@ -82,7 +82,7 @@ def test_a_choice_is_printed_with_what_train_step_takes():
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("mlp", "h100:8"),
+        pytest.param("mlp", "h100:8", marks=pytest.mark.slow),
         pytest.param("mlp", "a100:8", marks=pytest.mark.slow),
         pytest.param("one layer of bert", "h100:8", marks=pytest.mark.slow),
         pytest.param("scanned layers", "a100:2x8", marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ from fddp.buckets import as_rows, depth_of, make_plan, of_rows, own_part, part_d
 SHAPES = [((5, 7, 3), 5), ((5, 7, 3), 1), ((4,), 4), ((), 1), ((3, 0), 1), ((1, 9), 1)]
 
 
+@pytest.mark.quick("8-shape0-5", "2-shape2-4", "1-shape5-1", "8-shape4-1", "2-shape1-1")
 @pytest.mark.parametrize(("shape", "depth"), SHAPES)
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_parts_are_put_together_to_the_array_and_the_rest_is_padding(shape: tuple[int, ...], depth: int, n: int):

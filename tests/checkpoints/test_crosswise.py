@@ -38,7 +38,7 @@ def as_saved(found: dict[str, str], expected: dict[str, str]) -> None:
     assert found == {pair: expected[f"save:{pair.split(':')[1]}"] for pair in PAIRS}
 
 
-@pytest.mark.quick("2", "3")
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_what_some_replicas_save_others_restore_in_all_shards(
     group: Callable[[int], fddp.Group], tmp_path: Path, replicas: int

@@ -186,6 +186,7 @@ def test_chunks_of_everything_are_the_plain_sum(group):
     )
 
 
+@pytest.mark.quick("3", "4")
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
     def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -275,7 +275,9 @@ def test_the_static_answer_holds_for_every_choice(name):
 # The forward part of a rule of its own is repeated: see below.
 @pytest.mark.steps
 @pytest.mark.parametrize("name,t", [choice for choice in CHOICES if "custom" not in choice[0]])
-@pytest.mark.parametrize("kind", ["dot_general", "sin", "cos", "remat2"])
+@pytest.mark.parametrize(
+    "kind", ["dot_general", "remat2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sin", "cos"))]
+)
 def test_no_work_is_done_twice(name, t, kind):
     f = with_aux(CASES[name][0], t)
     plain, telling = (jax.make_jaxpr(jax.value_and_grad(g, has_aux=True))(LEAVES).jaxpr for g in (f, tracked(f)))

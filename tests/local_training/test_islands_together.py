@@ -76,6 +76,7 @@ def trained(group: fddp.Group, local: Any, inner: Any = None, **options: Any) ->
     return state, sent
 
 
+@pytest.mark.quick("local SGD-whole", "DiLoCo-optimizer", "SlowMo-staged")
 @crossed(method=list(OUTER), way=WAYS)
 def test_two_islands_of_two_are_what_a_loop_over_islands_does(group: Groups, x64: None, method: str, way: Any):
     rate, momentum, nesterov = OUTER[method]

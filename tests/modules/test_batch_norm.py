@@ -72,6 +72,7 @@ def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
     return jnp.mean((out - Y[valid]) ** 2), {"batch_stats": {"norm": new}}
 
 
+@pytest.mark.quick("8-fused", "4-staged", "2-eager")
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("replicas", "schedule"),

@@ -62,6 +62,7 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
 
 
+@pytest.mark.quick("fused-4", "staged-1")
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
 def test_a_state_becomes_an_nnx_module_that_later_steps_leave_alone(group, size, schedule):

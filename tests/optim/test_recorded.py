@@ -34,6 +34,7 @@ def norm(params: Any) -> float:
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in grads.values())))
 
 
+@pytest.mark.quick("state-fused")
 @SCHEDULES
 @pytest.mark.parametrize("shard", [None, pytest.param("optimizer", marks=pytest.mark.slow), "state"])
 def test_a_step_tells_its_rate_and_norm_which_stay_when_training_goes_on(group, x64, schedule, shard):

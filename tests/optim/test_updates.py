@@ -118,6 +118,15 @@ def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainSta
     return state
 
 
+@pytest.mark.quick(
+    "clipped adamw-{'shard': 'optimizer'}",
+    "a schedule-{}",
+    "adam-{'schedule': 'staged'}",
+    "hyperparameters-{}",
+    "a loss scale-{'shard': 'optimizer'}",
+    "noise-{}",
+    "adam with a schedule-{}",
+)
 @pytest.mark.steps
 @pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}, {"schedule": "staged"}], ids=str)
 @pytest.mark.parametrize("name", COUNTED)

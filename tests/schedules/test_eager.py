@@ -310,6 +310,7 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
     assert int(got.step) == 3
 
 
+@pytest.mark.quick("eager", "after")
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after", "eager"])
 @pytest.mark.steps
 def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, schedule: Any):

@@ -48,6 +48,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.quick(
+    "{'find_unused_parameters': True}-staged", "{'shard': 'state'}-eager", "{'accumulation_steps': 2}-eager"
+)
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("options", "schedule"),
@@ -83,6 +86,7 @@ def test_collectives_of_a_loss_go_with_other_options(group, x64, options, schedu
     close(fddp.whole(state.params), expected)
 
 
+@pytest.mark.quick("staged")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64, schedule):

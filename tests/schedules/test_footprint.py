@@ -92,7 +92,7 @@ PARAMS = {f"w{k}": np.full((WIDTH, WIDTH), 0.01, np.float32) for k in range(8)}
 BATCH = np.ones((4, WIDTH), np.float32)
 
 
-@pytest.mark.quick("fused", "eager")
+@pytest.mark.quick("eager")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["fused", "staged", "eager"])
 def test_what_rests_is_the_state_and_the_rows(schedule: str):
@@ -123,6 +123,7 @@ def test_a_staged_step_in_shards_holds_two_buckets_at_once_if_it_gathers_twice()
     assert audit.problems() == ()
 
 
+@pytest.mark.quick("staged")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["fused", "staged", "eager"])
 def test_a_step_that_ran_tells_its_peak_and_compiles_nothing_for_it(schedule: str):

@@ -72,6 +72,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.quick("8-by copies")
 @pytest.mark.parametrize(("n", "inner"), [*DEFAULT, *WIDE])
 def test_layers_that_a_loop_gathers_are_trained_as_by_plain_jax(group: Groups, x64: None, n: int, inner: str):
     step = shared(group(n), ALONE[inner], optax.adamw(0.05))

@@ -87,6 +87,7 @@ def test_a_net_with_tied_and_skipped_layers_is_trained(group: Groups, x64: None,
     close(fddp.whole(state.params), plain(tied_params(LAYERS), 3))
 
 
+@pytest.mark.quick("branching-fused", "penalised-fused", "looped-fused")
 @SCHEDULES
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, schedule: str):
@@ -107,6 +108,7 @@ def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, sche
     close(fddp.whole(state.params), one(one.init(weights()), ROWS)[0].params)
 
 
+@pytest.mark.quick("skip_nonfinite, accumulation_steps-fused", "hook-fused")
 @SCHEDULES
 @pytest.mark.parametrize(
     "options",

@@ -55,6 +55,7 @@ def trained(
     return losses, fddp.whole(state.params), sent
 
 
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow), "eager"])
 def test_gathers_take_half_the_bytes_and_the_loss_has_the_same_bits(group: Groups, schedule: Any):
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)

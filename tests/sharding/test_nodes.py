@@ -62,6 +62,12 @@ def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tu
     return step, state, info
 
 
+@pytest.mark.quick(
+    "(4, 2, {'schedule': 'staged'})-state",
+    "(8, 4, {'accumulation_steps': 2})-gathered twice",
+    "(4, 2, {})-optimizer",
+    "(4, 4, {})-state",
+)
 @crossed(
     case=[
         (4, 2, {}),

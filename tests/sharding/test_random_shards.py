@@ -15,6 +15,7 @@ FEW = range(3)
 
 
 # optax.MultiSteps casts sums of complex gradients so.
+@pytest.mark.quick("1", "2")
 @pytest.mark.filterwarnings("ignore:Casting from complex to real dtypes:DeprecationWarning")
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in range(MANY)])
 def test_a_random_configuration_trains_as_plain_jax_or_is_refused(seed: int):

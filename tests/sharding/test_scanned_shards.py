@@ -216,6 +216,7 @@ def test_a_round_of_the_forward_loop_waits_for_its_own_layers_alone(group: Group
     assert [name for some in waits for names in some for name in names if "kernel" in name] == SLICES
 
 
+@pytest.mark.quick("state-eager")
 @pytest.mark.parametrize(("shard", "schedule"), [("optimizer", "staged"), ("state", "staged"), ("state", "eager")])
 def test_each_slice_is_written_into_memory_that_nobody_reads_later(group: Groups, x64: None, shard: str, schedule: str):
     _, tasks = listed(group(2), shard, schedule)

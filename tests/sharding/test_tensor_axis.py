@@ -114,6 +114,7 @@ def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
     trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
 
 
+@pytest.mark.quick("(2, 2)")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
 def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(x64: None, shape: tuple[int, int]):
     muon = optax.contrib.muon(0.02)

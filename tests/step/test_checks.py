@@ -241,6 +241,9 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.quick(
+    "{'shard': 'state'}-dtype", "{'shard': 'optimizer'}-shape", "{'schedule': 'eager'}-shape", "{}-dtype"
+)
 @pytest.mark.steps
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def nbytes(replicas: int, rows: int) -> int:
     return (replicas - 1) * (rows * (WIDTH + 1) + 1) * 8
 
 
+@pytest.mark.quick("3-staged", "2-fused")
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_few_rows_travel_and_all_others_are_updated_too(group: Groups, x64: None, schedule: Any, replicas: int):

@@ -264,6 +264,18 @@ def alone(name: str) -> tuple[Any, list[Any]]:
     return jax.device_get((together(result.params, rest), result.losses))
 
 
+@pytest.mark.quick(
+    "a branch on the data and a loop-fused",
+    "a gradient inside the loss-fused",
+    "two views of a batch-fused",
+    "integers and flags that take part-fused",
+    "an embedding tied with the output-fused",
+    "rematerialised inside a scan over layers-fused",
+    "custom vjp rematerialised-fused",
+    "one compiled layer called three times-fused",
+    "an unused part-fused",
+    "partitions that optax leaves alone-fused",
+)
 @SCHEDULES
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):

@@ -57,6 +57,7 @@ def alone() -> list[tuple[Any, Any]]:
     return list(zip(result.history, result.losses))
 
 
+@pytest.mark.quick("2 micro-batches-fused")
 @SCHEDULES
 @pytest.mark.parametrize("steps", [1, 2], ids="{} micro-batches".format)
 def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x64, schedule, steps):

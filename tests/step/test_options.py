@@ -79,6 +79,9 @@ def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
     return params
 
 
+@pytest.mark.quick(
+    "frozen-adam-state", "unfrozen-adam-None", "frozen-momentum-None", "unfrozen-momentum-state", "unfrozen-sgd-None"
+)
 @pytest.mark.steps
 @pytest.mark.parametrize("shard", [None, "state"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

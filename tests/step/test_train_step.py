@@ -42,6 +42,7 @@ def here(run: Run) -> ParameterSet:
     return pytest.param(run, marks=[] if quick else [pytest.mark.slow])
 
 
+@pytest.mark.quick("resnet-bn-adamw-fused", "gpt-adamw-fused-2_micro_batches", "mlp-adamw-fused", "mlp-sgd-fused")
 @pytest.mark.parametrize("run", [here(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
     with trainings.precision(run.rule):

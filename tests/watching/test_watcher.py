@@ -534,6 +534,7 @@ def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
     assert all("slow" in output or "no_sync" in output for output in outcome.outputs)
 
 
+@pytest.mark.quick("gloo-2")
 @on_ranks("backend, size", (MPI,), (GLOO,))
 def test_a_rank_that_is_preempted_stops_all_after_the_same_step(backend: str, size: int, tmp_path: Path):
     outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path)
