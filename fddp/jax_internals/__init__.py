@@ -71,6 +71,10 @@ from fddp.jax_internals.jaxprs import scattered_rows as scattered_rows
 from fddp.jax_internals.jaxprs import shorter_scan as shorter_scan
 from fddp.jax_internals.jaxprs import while_programs as while_programs
 from fddp.jax_internals.jaxprs import without_dead_code as without_dead_code
+from fddp.jax_internals.mesh_free import MESH_ERRORS as MESH_ERRORS
+from fddp.jax_internals.mesh_free import inner_map as inner_map
+from fddp.jax_internals.mesh_free import line_of_mesh as line_of_mesh
+from fddp.jax_internals.mesh_free import without_meshes as without_meshes
 from fddp.jax_internals.processes import backends_started as backends_started
 from fddp.jax_internals.processes import coordination_client as coordination_client
 from fddp.jax_internals.processes import secured as secured

@@ -78,9 +78,9 @@ def without_dead_code(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[int, ...]
     return ClosedJaxpr(jaxpr, left), tuple(number for number, used in enumerate(inputs) if used)
 
 
-def new_variable(like: Var) -> Var:
-    """A variable of its own for a value of the same form. Relies on the constructor of variables."""
-    return Var(like.aval)
+def new_variable(like: Var, aval: Any = None) -> Var:
+    """A variable for a value of the same form, or of the form `aval`. Relies on the constructor of variables."""
+    return Var(aval or like.aval)
 
 
 def over_axes(
