@@ -27,6 +27,7 @@ from fddp.jax_internals import (
     resharded,
     without_jit,
     without_meshes,
+    without_refs,
 )
 
 # The spec of an array that is equal on all replicas.
@@ -104,7 +105,7 @@ def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[Clos
             return closed, made
         line, words = inner_map(closed) if placement.on_mesh else "", ""
         if not line:
-            return without_meshes(closed), made
+            return without_meshes(without_refs(closed, axes)), made
     # Not in there: JAX's own words would be shown above these.
     raise ValueError(
         f"{line}: a replica is one device without a mesh. Leave out the line, or close over whole arrays; "

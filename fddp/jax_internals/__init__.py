@@ -55,7 +55,6 @@ from fddp.jax_internals.jaxprs import inner_programs as inner_programs
 from fddp.jax_internals.jaxprs import is_for_platforms as is_for_platforms
 from fddp.jax_internals.jaxprs import jaxpr_as_fun as jaxpr_as_fun
 from fddp.jax_internals.jaxprs import joins_first_dim as joins_first_dim
-from fddp.jax_internals.jaxprs import loop_parts as loop_parts
 from fddp.jax_internals.jaxprs import make_program as make_program
 from fddp.jax_internals.jaxprs import named_as as named_as
 from fddp.jax_internals.jaxprs import new_variable as new_variable
@@ -66,11 +65,13 @@ from fddp.jax_internals.jaxprs import permutes as permutes
 from fddp.jax_internals.jaxprs import rematerialised as rematerialised
 from fddp.jax_internals.jaxprs import run_again as run_again
 from fddp.jax_internals.jaxprs import run_as_it_is as run_as_it_is
-from fddp.jax_internals.jaxprs import scan_body as scan_body
 from fddp.jax_internals.jaxprs import scattered_rows as scattered_rows
-from fddp.jax_internals.jaxprs import shorter_scan as shorter_scan
-from fddp.jax_internals.jaxprs import while_programs as while_programs
 from fddp.jax_internals.jaxprs import without_dead_code as without_dead_code
+from fddp.jax_internals.loops import loop_parts as loop_parts
+from fddp.jax_internals.loops import run_while as run_while
+from fddp.jax_internals.loops import scan_body as scan_body
+from fddp.jax_internals.loops import shorter_scan as shorter_scan
+from fddp.jax_internals.loops import while_programs as while_programs
 from fddp.jax_internals.mesh_free import MESH_ERRORS as MESH_ERRORS
 from fddp.jax_internals.mesh_free import inner_map as inner_map
 from fddp.jax_internals.mesh_free import line_of_mesh as line_of_mesh
@@ -81,4 +82,5 @@ from fddp.jax_internals.processes import secured as secured
 from fddp.jax_internals.profiles import Event as Event
 from fddp.jax_internals.profiles import Plane as Plane
 from fddp.jax_internals.profiles import read_profile as read_profile
+from fddp.jax_internals.refs import without_refs as without_refs
 from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S

@@ -179,3 +179,29 @@ def test_a_collective_in_an_optimizer_is_refused_where_replicas_update_parts(sha
     close(trained(marked(lambda x: x), optimizer), expected)
     with pytest.raises(ValueError, match=r"the optimizer has a collective: leave it out"):
         trained(marked(lambda x: x), optimizer, shard=shard)
+
+
+### Refs
+
+
+def by_a_ref(params: Any, x: Any) -> Any:
+    ref = jax.new_ref(jnp.zeros(()))
+    ref[...] = jnp.mean((net(params, x) - 1) ** 2)
+    return ref[...]
+
+
+@crossed(options=WAYS)
+def test_a_loss_may_write_to_a_ref_that_it_makes(options: dict[str, Any]):
+    expected = by_plain_jax(marked(lambda x: x), optax.sgd(0.1), PARAMS, [ROWS] * 2).params
+    close(trained(by_a_ref, optax.sgd(0.1), **options), expected)
+
+
+def test_a_ref_that_a_loss_closes_over_is_refused():
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def loss(params: Any, x: Any) -> Any:
+        ref[...] = jnp.mean(x)
+        return jnp.mean(net(params, x))
+
+    with pytest.raises(ValueError, match=r"closes over a Ref.*model_state or aux"):
+        trained(loss, optax.sgd(0.1))
