@@ -27,6 +27,7 @@ from fddp.jax_internals.compiled import unpacked as unpacked
 from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
 from fddp.jax_internals.configuration import PIPELINED_ROUNDS as PIPELINED_ROUNDS
 from fddp.jax_internals.configuration import asked_for as asked_for
+from fddp.jax_internals.configuration import cache_small_programs as cache_small_programs
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
 from fddp.jax_internals.configuration import context_mesh as context_mesh
 from fddp.jax_internals.configuration import transformed as transformed
