@@ -119,6 +119,18 @@ def test_doctor_names_what_is_here(capsys):
         assert words in printed
 
 
+LIMIT = "jax_persistent_cache_min_compile_time_secs"
+
+
+def test_doctor_prints_folder_and_limit_of_the_compilation_cache(capsys):
+    assert main(["doctor"]) == 0
+    limit = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    assert (
+        f"{jax.config.values['jax_compilation_cache_dir']}, of programs that take {limit:g} s"
+        in capsys.readouterr().out
+    )
+
+
 def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
     monkeypatch.setenv("FDDP_RANK", "0")
     assert main(["doctor"]) == 0

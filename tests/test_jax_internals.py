@@ -609,3 +609,17 @@ def run_python(script: str) -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize(("folder", "limit", "holds"), [("here", 1.0, 0.1), ("here", 5.0, 5.0), (None, 1.0, 1.0)])
+def test_a_compilation_cache_takes_small_programs_unless_the_user_has_a_limit(monkeypatch, folder, limit, holds):
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [jax.config.values[name] for name in names]
+    try:
+        for name, value in zip(names, (folder, limit)):
+            jax.config.update(name, value)
+        assert internals.cache_small_programs() == jax.config.values[names[1]] == holds
+    finally:
+        for name, value in zip(names, before):
+            jax.config.update(name, value)

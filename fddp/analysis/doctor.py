@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
+from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import hints, missing_compiler, mpi_vendors, read_launch, spoken
 
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -59,6 +60,7 @@ def _findings() -> Iterator[Finding]:
     missing = missing_compiler()
     yield Finding("fddp.audit(target=…)", "not ready" if missing else "ready: a100, h100 and h200", missing or "")
     yield _unless_it_fails("same bits each time", _bits)
+    yield Finding("compilation cache", _cache())
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     scarce = threads < 2 and "NPROC" not in os.environ
     advice = "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass" if scarce else ""
@@ -72,6 +74,12 @@ def _unless_it_fails(what: str, look: Callable[[], tuple[str, str]]) -> Finding:
     except Exception as error:  # whatever JAX raises where it finds no device
         asked = os.environ.get("JAX_PLATFORMS", "")
         return Finding(what, "cannot be told", str(error) or f"JAX has no devices; JAX_PLATFORMS is {asked!r}")
+
+
+def _cache() -> str:
+    folder = compilation_cache()
+    limit = cache_small_programs()
+    return f"{folder}, of programs that take {limit:g} s or longer" if folder else "none: JAX_COMPILATION_CACHE_DIR"
 
 
 def _devices() -> tuple[str, str]:

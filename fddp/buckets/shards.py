@@ -60,6 +60,9 @@ class Shard:
         held = "" if self.parts is None else f", {self.parts!r} in place of its parts"  # a function was mapped over it
         return f"{kind} of shape {list(self.shape)}{held}"
 
+    def __jax_array__(self) -> Any:
+        raise TypeError(f"a {self!r} is no array: replicas hold its parts. fddp.whole(state) gives whole arrays.")
+
 
 jax.tree_util.register_dataclass(
     Shard, data_fields=["parts"], meta_fields=["shape", "copies", "ranks", "depth", "nodes", "cut"]

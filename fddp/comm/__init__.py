@@ -47,6 +47,7 @@ from fddp.comm.placement import AXIS as AXIS
 from fddp.comm.placement import REPLICATED as REPLICATED
 from fddp.comm.placement import Placement as Placement
 from fddp.comm.placement import add_replica_dim as add_replica_dim
+from fddp.comm.placement import as_program as as_program
 from fddp.comm.placement import device_parts as device_parts
 from fddp.comm.placement import drop_replica_dim as drop_replica_dim
 from fddp.comm.placement import laid_out as laid_out

@@ -26,6 +26,7 @@ GPU_OPTIONS = {
 }
 
 
+@functools.cache
 def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
     """Makes the placement of replicas along one axis of a mesh.
 

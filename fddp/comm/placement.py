@@ -7,7 +7,7 @@ along its other axes the user places arrays as any JAX array is placed.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from fddp.jax_internals import ClosedJaxpr, asked_for, part_shape, parts_here, resharded
+from fddp.jax_internals import (
+    MESH_ERRORS,
+    ClosedJaxpr,
+    asked_for,
+    inner_map,
+    jaxpr_as_fun,
+    line_of_mesh,
+    part_shape,
+    parts_here,
+    resharded,
+    without_jit,
+    without_meshes,
+    without_refs,
+)
 
 # The spec of an array that is equal on all replicas.
 REPLICATED = PartitionSpec()
@@ -74,10 +87,43 @@ class Placement(NamedTuple):
 
 
 def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """Traces a function of one replica: gives its program, and the shapes of its results; nothing runs."""
-    axes = [(placement.axis_name, placement.axis_size)] if placement.axis_name else None
-    with jax.sharding.use_abstract_mesh(placement.view):
-        return jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*jax.tree.map(_form, args))
+    """Traces a function of one replica: gives its program, and the shapes of its results; nothing runs.
+
+    Raises:
+      ValueError: the function needs devices that a replica of one device has not.
+    """
+    axes = [(placement.axis_name, placement.axis_size)] if placement.axis_name else []
+    try:
+        with jax.sharding.use_abstract_mesh(placement.view):
+            closed, made = jax.make_jaxpr(f, axis_env=axes, return_shape=True)(*jax.tree.map(_form, args))
+    except MESH_ERRORS as error:
+        if placement.other_axes or not (line := line_of_mesh(error)):
+            raise
+        words = f" JAX reports: {error}"
+    else:
+        if placement.other_axes:
+            return closed, made
+        line, words = inner_map(closed) if placement.on_mesh else "", ""
+        if not line:
+            return without_meshes(without_refs(closed, axes)), made
+    # Not in there: JAX's own words would be shown above these.
+    raise ValueError(
+        f"{line}: a replica is one device without a mesh. Leave out the line, or close over whole arrays; "
+        f"fddp.mesh_group gives a replica several devices.{words}"
+    )
+
+
+def as_program(placement: Placement, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that runs its traced program: where its values lie is left out."""
+
+    @wraps(f)
+    def run(*args: Any) -> Any:
+        if without_jit() or placement.other_axes:
+            return f(*args)
+        closed, made = trace(placement, f, *args)
+        return jax.tree.unflatten(jax.tree.structure(made), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+    return run
 
 
 def trace_again(placement: Placement, closed: ClosedJaxpr, f: Callable[..., Any], *args: Any) -> ClosedJaxpr:

@@ -27,6 +27,7 @@ from fddp.jax_internals import (
     jaxpr_as_fun,
     loop_parts,
     run_as_it_is,
+    run_while,
     scan_body,
     while_programs,
 )
@@ -97,9 +98,12 @@ def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -
     if name == "while":
         of_test, consts, carry = loop_parts(eqn, args)
         test, body = while_programs(eqn)
-        return jax.lax.while_loop(
-            lambda state: run(test, [*of_test, *state])[0], lambda state: run(body, [*consts, *state]), carry
-        )
+        return run_while(
+            eqn,
+            lambda state, _: run(test, [*of_test, *state])[0],
+            lambda state, _: (run(body, [*consts, *state]), ()),
+            carry,
+        )[0]
     if name not in CALLS:
         raise ValueError(f"the loss has a collective inside of {name}, where this backend cannot carry it out.")
     handed = jaxpr_as_fun(barrier_before(eqn))(*args) if name in REMATERIALISED else args

@@ -15,7 +15,17 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from fddp.comm import REPLICATED, Group, Placement, described, gather_bytes, mesh_placement, nothing_to_compare, verify
+from fddp.comm import (
+    REPLICATED,
+    Group,
+    Placement,
+    as_program,
+    described,
+    gather_bytes,
+    mesh_placement,
+    nothing_to_compare,
+    verify,
+)
 from fddp.jax_internals import on_mesh, rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
@@ -100,7 +110,7 @@ def _sums(metric_fn: Callable[..., Any], params: Any, model_state: Any, batches:
     params, model_state = _own(group, here, (params, model_state))
     for batch, rows in _counted(batches):
         group.journal.between()
-        flying.append(_measured(metric_fn, params, model_state, _dealt(group, here, batch, rows), rows))
+        flying.append(_measured(here, metric_fn, params, model_state, _dealt(group, here, batch, rows), rows))
         # The host adds up what one batch gave while the next is computed.
         if len(flying) > 1 or here.shares_cores:
             sums = _plus(sums, flying.popleft())
@@ -147,9 +157,14 @@ def _dealt(group: Group, here: Placement, batch: Any, rows: int) -> Any:
 
 
 @without_context_mesh
-@partial(jax.jit, static_argnums=0)
-def _measured(metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, rows: int | Array) -> Any:
+@partial(jax.jit, static_argnums=(0, 1))
+def _measured(here: Placement, metric_fn: Callable[..., Any], *args: Any) -> Any:
     """A tree of `Weighted`, one for each metric."""
+    whole_mesh = here._replace(on_mesh=False)  # the program is of all devices: it may hold jax.shard_map
+    return as_program(whole_mesh, partial(_metrics, metric_fn))(*args)
+
+
+def _metrics(metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, rows: int | Array) -> Any:
     metrics = metric_fn(params, batch, **({} if model_state is None else {"model_state": model_state}))
     if not jax.tree.leaves(metrics):
         raise TypeError(f"metric_fn must return metrics, floats in a tree, got {metrics!r}.")

@@ -1,5 +1,6 @@
 """JAX's configuration, as it holds in one thread; and XLA's."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
@@ -93,6 +94,17 @@ def without_jit() -> bool:
 def compilation_cache() -> str | None:
     """The folder of JAX's compilation cache; None: it is not used."""
     return config.compilation_cache_dir.value if config.enable_compilation_cache.value else None
+
+
+def cache_small_programs() -> float:
+    """Lets JAX's compilation cache take programs of 0.1 s, unless the user has set a limit; gives the limit in seconds.
+
+    Stages of a step compile in less than JAX's limit of 1 s. Relies on `Config.values` and on JAX's name of the limit.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    if compilation_cache() and jax.config.values[name] == 1.0 and name.upper() not in os.environ:
+        jax.config.update(name, 0.1)
+    return jax.config.values[name]
 
 
 def transformed() -> bool:

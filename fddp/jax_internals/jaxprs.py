@@ -1,10 +1,10 @@
 """Programs and their equations: how they are made, and what lies in an equation's parameters."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 else:
     # Relies on `Jaxpr`, which holds its constants since JAX 0.12: there it is the type of both.
     ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
-
-Item = TypeVar("Item")
 
 # Equations that call one program, by the name of their primitive: those that only wrap it,
 WRAPPERS = {"jit", "pjit", "closed_call", "core_call"}
@@ -78,9 +76,9 @@ def without_dead_code(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[int, ...]
     return ClosedJaxpr(jaxpr, left), tuple(number for number, used in enumerate(inputs) if used)
 
 
-def new_variable(like: Var) -> Var:
-    """A variable of its own for a value of the same form. Relies on the constructor of variables."""
-    return Var(like.aval)
+def new_variable(like: Var, aval: Any = None) -> Var:
+    """A variable for a value of the same form, or of the form `aval`. Relies on the constructor of variables."""
+    return Var(aval or like.aval)
 
 
 def over_axes(
@@ -181,16 +179,6 @@ def is_for_platforms(eqn: JaxprEqn) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
-def scan_body(eqn: JaxprEqn) -> tuple[ClosedJaxpr, dict[str, Any]]:
-    """The program of a round, and `length`, `reverse`, `unroll` as `jax.lax.scan` takes them. Relies on their names."""
-    return eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-
-
-def shorter_scan(eqn: JaxprEqn, length: int, args: Sequence[Any]) -> list[Any]:
-    """Runs some of a `scan`'s rounds. Relies on its parameters `length`, `unroll` and `jaxpr`, and on `bind`."""
-    return eqn.primitive.bind(*args, **{**eqn.params, "length": length, "unroll": min(length, eqn.params["unroll"])})
-
-
 def along_first_dim(eqn: JaxprEqn) -> tuple[int, int] | None:
     """Begin and end, if it takes a slice along the first dim alone. Relies on the parameters of `slice`."""
     if eqn.primitive.name != "slice" or set(eqn.params["strides"] or [1]) != {1}:
@@ -210,31 +198,6 @@ def joins_first_dim(eqn: JaxprEqn) -> bool:
 def pads_rows(eqn: JaxprEqn) -> bool:
     """Whether it is a `pad` of each row by itself. Relies on the parameter `padding_config`."""
     return eqn.primitive.name == "pad" and tuple(eqn.params["padding_config"][0]) == (0, 0, 0)
-
-
-def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """The test and the body of a `while`. Relies on the parameters `cond_jaxpr` and `body_jaxpr`."""
-    return eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-
-
-def loop_parts(eqn: JaxprEqn, items: Iterable[Item]) -> tuple[list[Item], list[Item], list[Item]]:
-    """Parts what belongs to the inputs of a loop. Relies on the parameters that count them.
-
-    Args:
-      eqn: a `scan` or a `while`.
-      items: one for each of its inputs.
-
-    Returns:
-      Those of a `scan`'s constants, carry and rows; of a `while`'s constants of the test, constants of the body and
-      carry.
-    """
-    if "ft_in" in eqn.params:  # a scan's, since 0.11: a tree of constants, one of carry and one of rows
-        first, second, _ = map(len, eqn.params["ft_in"].unpack())
-    else:
-        names = {"scan": ("num_consts", "num_carry"), "while": ("cond_nconsts", "body_nconsts")}
-        first, second = (eqn.params[name] for name in names[eqn.primitive.name])
-    items = list(items)
-    return items[:first], items[first : first + second], items[first + second :]
 
 
 def dims_of_reduction(eqn: JaxprEqn) -> tuple[int, ...]:

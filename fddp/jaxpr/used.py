@@ -24,6 +24,7 @@ from fddp.jax_internals import (
     loop_parts,
     scan_body,
     while_programs,
+    without_refs,
 )
 from fddp.jaxpr.flow import flow
 from fddp.jaxpr.leaves import differentiable
@@ -50,7 +51,7 @@ def statically_used(f: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) ->
       >>> statically_used(lambda w: jax.lax.cond(w[0] > 0, lambda: w[0], lambda: w[1]), [1.0, 2.0, 3.0])
       (True, True, False)
     """
-    jaxpr = jax.make_jaxpr(f)(leaves).jaxpr
+    jaxpr = without_refs(jax.make_jaxpr(f)(leaves)).jaxpr
     loss = _flow(jaxpr, origins(leaves), frozenset.union)[0]
     return tuple(i in loss for i in range(len(leaves)))
 

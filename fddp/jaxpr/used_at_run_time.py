@@ -27,8 +27,10 @@ from fddp.jax_internals import (
     rematerialised,
     run_again,
     run_as_it_is,
+    run_while,
     scan_body,
     while_programs,
+    without_refs,
 )
 from fddp.jaxpr.used import NOTHING, Sets, Sources, can_have_gradient, flow_through, ignored_inputs, origins
 
@@ -67,7 +69,7 @@ def tracked(
     def with_use(leaves: Sequence[Array]) -> tuple[Loss, tuple[Aux, Bool[Array, " n"]]]:
         closed, shapes = jax.make_jaxpr(f, return_shape=True)(leaves)
         masks = tuple(np.eye(len(leaves), dtype=bool))
-        values, sources, masks = _evaluate(closed, list(leaves), origins(leaves), masks)
+        values, sources, masks = _evaluate(without_refs(closed), list(leaves), origins(leaves), masks)
         loss, aux = jax.tree.unflatten(jax.tree.structure(shapes), values)
         return loss, (aux, _mask(sources[0], masks))
 
@@ -153,13 +155,15 @@ def _while(eqn: JaxprEqn, args: Sequence[Any], inputs: Sets, masks: Masks) -> Ma
     _, of_consts, of_carry = loop_parts(eqn, inputs)
     test, closed = while_programs(eqn)
 
-    def body(state: Masked) -> Masked:
-        carry, rows = state
+    def body(carry: list[Any], rows: list[Array]) -> Masked:
         names, inside = _named(closed.jaxpr.outvars, rows, masks)
-        return _call(closed, [*of_consts, *names], inside, *consts, *carry)
+        values, after = _call(closed, [*of_consts, *names], inside, *consts, *carry)
+        # Under `vmap` a row that has ended keeps its value, and what it came from.
+        rowwise = bool(test.out_avals[0].shape)  # pyright: ignore[reportAttributeAccessIssue]
+        return values, [old | new for old, new in zip(rows, after)] if rowwise else after
 
-    start = (carry, [_row(s, masks) for s in of_carry])
-    return jax.lax.while_loop(lambda state: jaxpr_as_fun(test)(*of_test, *state[0])[0], body, start)
+    rows = [_row(s, masks) for s in of_carry]
+    return run_while(eqn, lambda carry, _: jaxpr_as_fun(test)(*of_test, *carry)[0], body, carry, rows)
 
 
 def _named(carry: Sequence[Any], rows: list[Array], masks: Masks) -> tuple[Sets, Masks]:

@@ -64,7 +64,15 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     of_params = jax.tree.unflatten(jax.tree.structure(forms), map(Follows, range(len(jax.tree.leaves(forms)))))
     of_state = kinds_of_state(opt_state, forms, of_params)
     inputs = (*_kinds(of_params), *_kinds(of_state), *_kinds(of_params), Same())
-    program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
+    try:
+        program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            "with shard each replica updates its part, and the optimizer has a collective: leave it out, the gradients "
+            f"are averaged already. JAX reports: {error}"
+        ) from None
     # Updates are like parameters, and a state that an update makes is like the one that it is given.
     made = map(_alike, kinds(program, inputs), (*_kinds(of_params), *_kinds(of_state)))
     mixed = [kind for kind in made if isinstance(kind, Whole)]

@@ -30,7 +30,6 @@ END_S = 10.0  # the watchers of a job end it sooner
 FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
 ANSWER_S = 10.0
 PAUSE_S = 1.0  # between two starts: what a dead host held is let go
-CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def supervise(job: Job) -> int:
     hosts = list(job.hosts)
     with tempfile.TemporaryDirectory(prefix="fddp-run-") as folder, _told() as told:
         # A restart need not compile programs again.
-        env = CACHE | {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
+        env = {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
         for start in count():
             ended = _run(job, hosts, env, told)
             if ended.code == 0 or told:

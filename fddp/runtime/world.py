@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.comm import Group, alone, world_group
+from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service
@@ -74,6 +75,7 @@ def init(
     rank = None if rank is None else check_whole("rank", rank, 0)
     size = None if size is None else check_whole("size", size, 1)
     request = (backend, rank, size, coordinator)
+    cache_small_programs()
     if _started and request not in ((None,) * 4, _started[0].request):
         raise ValueError(
             f"fddp.init was called before with (backend, rank, size, coordinator) = {_started[0].request} and now with "
@@ -147,6 +149,7 @@ def group_of(call: str, group: Group | None) -> Group:
         raise TypeError(
             f"fddp.{call}: group must be a fddp.Group, from fddp.init() or fddp.mesh_group say, got {group!r}."
         )
+    cache_small_programs()  # the folder may be set after `init`
     return init() if group is None else group
 
 

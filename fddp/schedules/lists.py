@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fddp.buckets import Messages
-from fddp.comm import Placement, trace
+from fddp.comm import Placement, as_program, trace
 from fddp.jax_internals import ClosedJaxpr, Literal
 from fddp.jaxpr import arrivals, collectives, take_more
 from fddp.schedules.border import Late, Program, arriving, in_parts, nothing_late
@@ -56,7 +56,7 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     Returns:
       The list; its values are trees.
     """
-    del placement, state, pending, shards, rows  # one list fits all forms
+    del state, pending, shards, rows  # one list fits all forms
 
     def speak(one: Round, *values: Any) -> Sequence[Any]:
         given = values[: len(one.reads)]
@@ -71,10 +71,14 @@ def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any,
     for one, sends in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
         kept = Value(f"kept by {one.name}")
         reads = *map(Value, one.reads), *came
-        tasks += [Compute(one.name, reads, (*_read(sends), kept), partial(speak, one), one.kind), *sends]
+        tasks += [
+            Compute(one.name, reads, (*_read(sends), kept), as_program(placement, partial(speak, one)), one.kind),
+            *sends,
+        ]
         came = kept, *_written(sends)
     results = Value(RESULT), Value(NEW)
-    tasks.append(Compute(pieces.name, (Value(STATE), Value(SHARDS), BYTES, *came), results, finish, "update"))
+    run = as_program(placement, finish)
+    tasks.append(Compute(pieces.name, (Value(STATE), Value(SHARDS), BYTES, *came), results, run, "update"))
     return TaskList(
         tuple(tasks),
         lambda *arguments: dict(zip(map(Value, ARGUMENTS), arguments)) | _nothing_sent(pieces),

@@ -14,6 +14,7 @@ from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums, taken
 from fddp.schedules import Footprint, Promise, TaskList
 from fddp.step.checks import refuse_transformations, verify_collectives
+from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
 from fddp.step.state import TrainState, check_state, opened, promised
@@ -79,6 +80,7 @@ def compare(settled: Settled, given: Given) -> Settled:
 
 
 @without_context_mesh
+@with_finite_results
 def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
     """Gradients of all replicas' rows, averaged and used.
 
@@ -109,6 +111,7 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
 
 
 @without_context_mesh
+@with_finite_results
 def accumulate(settled: Settled, state: TrainState, given: Given) -> tuple[TrainState, Sums]:
     """Adds a batch to what is pending, without traffic; also tells this process's own mean loss and aux."""
     group = settled.replica.group

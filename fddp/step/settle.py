@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart, whole_forms
-from fddp.comm import REPLICATED, Placement, specs, verify_beside
+from fddp.comm import REPLICATED, Placement, as_program, specs, verify_beside
 from fddp.losses import Undivided, unjoined
 from fddp.schedules import Runner, forms_of
 from fddp.step.checks import check_batch, check_casts, check_params, check_paths, params_checked
@@ -174,7 +174,8 @@ def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
     own = placement.per_replica
     given = (REPLICATED, own, own, own)
     donated = (2,) if replica.options.donate else ()
-    return placement.program(partial(replica.way.accumulate, replica), given, (own, REPLICATED), donate=donated)
+    run = as_program(placement, partial(replica.way.accumulate, replica))
+    return placement.program(run, given, (own, REPLICATED), donate=donated)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:

@@ -434,3 +434,56 @@ def test_a_loss_may_draw_random_numbers():
         return jnp.sum(jnp.where(kept, layer(p[0], X), jax.random.normal(keys[1], (2, 3)))), keys
 
     np.testing.assert_array_equal(jax.jit(tracked(f))(LEAVES)[1][1], [True, False, False, False])
+
+
+def root_of(a: Any, c: Any) -> Any:
+    """x with x² + a·x = c, by Newton's method: rows take different numbers of rounds."""
+
+    @jax.custom_vjp
+    def solve(a: Any, c: Any) -> Any:
+        step = lambda x: x - (x * x + a * x - c) / (2 * x + a)  # noqa: E731
+        return jax.lax.while_loop(lambda x: abs(x * x + a * x - c) > 1e-4, step, 0 * c + 1.0)
+
+    def forward(a: Any, c: Any) -> Any:
+        x = solve(a, c)
+        return x, (a, x)
+
+    solve.defvjp(forward, lambda kept, g: (-g * kept[1] / (2 * kept[1] + kept[0]), g / (2 * kept[1] + kept[0])))
+    return solve(a, c)
+
+
+def test_a_loop_under_vmap_that_parameters_end_keeps_values_and_gradients():
+    rows = jnp.asarray([1.0, 3.0, 40.0])
+    loss = lambda w: (jnp.sum(jax.vmap(lambda c: root_of(w[0], c))(rows)) + w[1], 0.0)  # noqa: E731
+    (value, (_, used)), grads = jax.value_and_grad(tracked(loss), has_aux=True)([2.0, 1.0, 5.0])
+    (expected, _), gradients = jax.value_and_grad(loss, has_aux=True)([2.0, 1.0, 5.0])
+    assert used.tolist() == [True, True, False]
+    np.testing.assert_array_equal(np.asarray([value, *grads]), np.asarray([expected, *gradients]))
+
+
+def test_a_row_that_has_ended_keeps_what_it_came_from():
+    def loss(w: Any) -> Any:
+        def row(c: Any) -> Any:  # replaces its value by w[1] in a second round, which the first row has not
+            return jax.lax.while_loop(lambda s: s[0] < c * w[2], lambda s: (s[0] + 1, w[1]), (0.0, w[0]))[1]
+
+        return jnp.sum(jax.vmap(row)(jnp.asarray([0.0, 1.0]))), 0.0
+
+    value, (_, used) = tracked(loss)([jnp.float32(x) for x in (2, 3, 1)])
+    assert float(value) == 5.0 and used.tolist() == [True, True, False]
+
+
+def by_a_ref(w: Any) -> Any:
+    ref = jax.new_ref(jnp.float32(0))
+    ref[...] = w[0] * 2
+    return ref[...] + w[1]
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, lambda f: lambda w: jax.lax.scan(lambda c, _: (f(w), c), 0.0, None, 2)[0]]
+)
+def test_what_is_written_to_a_ref_is_used(wrap: Callable[..., Any]):
+    (value, (_, used)), grads = jax.value_and_grad(tracked(lambda w: (wrap(by_a_ref)(w), 0.0)), has_aux=True)(
+        [3.0, 4.0, 5.0]
+    )
+    assert (float(value), used.tolist(), list(map(float, grads))) == (10.0, [True, True, False], [2.0, 1.0, 0.0])
+    assert statically_used(wrap(by_a_ref), [3.0, 4.0, 5.0]) == (True, True, False)

@@ -2,6 +2,8 @@
 
 import io
 from contextlib import redirect_stderr
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,19 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
         lines = [line for line in told.getvalue().splitlines() if "bring the same first rows" not in line]
         words = "\n".join(lines)
         assert words.startswith(wanted) and bool(words) == bool(says), told.getvalue()
+
+
+@claim()
+def a_nan_raises_on_all_ranks_where_jax_looks_for_nans(group: fddp.Group):
+    bad = -rows(2, 1) if group.rank == group.size - 1 else rows(2, 1)
+    for schedule in schedules(group, ("staged", "eager", "after")):
+        options: dict[str, Any] = {"schedule": schedule}
+        step = fddp.train_step(lambda w, x: jnp.mean(jnp.log(x * w)), optax.sgd(0.1), group=group, **options)
+        state = step.init(np.float32(1))
+        with jax.debug_nans(True):
+            assert "NaN in loss" in error_of(partial(step, state, bad), FloatingPointError)
+            state, info = step(state, rows(2, 1))
+        assert np.isfinite(float(info.loss))
 
 
 @claim(sizes=(3, 4))

@@ -95,6 +95,18 @@ def under_a_mesh_that_is_set_all_else_is_as_without(group: fddp.Group):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, again)
 
 
+@claim()
+def a_loss_may_close_over_whole_arrays_of_any_mesh(group: fddp.Group):
+    def pulled(target: Any) -> Any:
+        return lambda params, x: first_column(params, x) + jnp.sum((params["head"] - target) ** 2)
+
+    expected = by_plain_jax(pulled(PARAMS["b"]), OPTIMIZER, PARAMS, [all_rows(group)]).params
+    for options, mesh in zip(WAYS, cycle(meshes())):
+        step = fddp.train_step(pulled(over(mesh, PARAMS["b"], PartitionSpec())), OPTIMIZER, group=group, **options)
+        state, _ = step(step.init(PARAMS), local_rows(group))
+        close(fddp.whole(state.params), expected)
+
+
 @claim(backends=("gloo",))
 def arrays_over_all_ranks_are_taken_as_rows_and_as_parameters(group: fddp.Group):
     expected = by_plain_jax(first_column, OPTIMIZER, PARAMS, [all_rows(group)] * 2).params
