@@ -14,7 +14,7 @@ import numpy as np
 from fddp.comm.agreement import verify
 from fddp.comm.allgatherv import CHUNK_BYTES
 from fddp.comm.communicator import Communicator
-from fddp.comm.host_bytes import from_bytes, from_hosted, hosted
+from fddp.comm.host_bytes import from_bytes, from_hosted, hosted, one_array
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, blocks, by_node
@@ -135,7 +135,7 @@ class Group:
         Returns:
           The arrays in order of rank, stacked along a new first dim.
         """
-        x = np.asarray(x)
+        x = one_array(x)
         with self.journal.call("all_gather", self.processes):
             rows = self.hosts.all_gather(np.frombuffer(x.tobytes(), np.uint8))
         return from_bytes(rows.tobytes(), x.dtype, (self.processes, *x.shape))

@@ -9,6 +9,21 @@ import numpy as np
 from fddp.comm.placement import whole_here
 
 
+def one_array(x: Any) -> np.ndarray:
+    """Makes one array of an argument, and refuses trees, text and objects."""
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError):  # arrays of unequal shapes, random keys
+        array = np.asarray(None)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"all_gather and all_reduce of a group take one numeric array or number, got {type(x).__name__} "
+            f"{x!r:.80}: call them for each leaf, with jax.tree.map(group.all_reduce, tree); all_gather_object takes "
+            "any object."
+        )
+    return array
+
+
 def hosted(x: Any) -> np.ndarray:
     """Brings an array to the host; of random keys their words."""
     return np.asarray(whole_here(jax.random.key_data(x) if _is_key(x) else x))

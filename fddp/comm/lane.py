@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 
+from fddp.comm.transport import Transport
+
 
 class Lane:
     """Jobs that send messages after the step that added them has returned.
@@ -14,18 +16,16 @@ class Lane:
 
     def __init__(self) -> None:
         self._last: Future[None] | None = None
+        self._carriers = dict[Transport, tuple[Transport, ...]]()
+
+    def carriers(self, transport: Transport, clone: Callable[[int], tuple[Transport, ...]]) -> tuple[Transport, ...]:
+        """Clones a transport once for all steps: MPI has about 2,000 communicators, and none is freed."""
+        if transport not in self._carriers:
+            self._carriers[transport] = clone(2)
+        return self._carriers[transport]
 
     def add(self, thread: Executor, job: Callable[..., None], *args: object) -> Future[None]:
-        """Begins a job on a thread when the one before it is over, even if that one failed.
-
-        Args:
-          thread: the executor that runs it.
-          job: the function to call.
-          *args: its arguments.
-
-        Returns:
-          A future that is done when the job is over.
-        """
+        """Begins a job on a thread when the previous job is over, even if that failed; the future is done with it."""
         before = self._last
 
         def follow() -> None:

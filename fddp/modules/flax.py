@@ -25,6 +25,7 @@ from fddp.sharding import whole
 from fddp.step import check_state
 
 LossOf = Callable[[Any, Any], Any]
+Names = Sequence[str]
 
 
 class Linen(NamedTuple):
@@ -74,16 +75,23 @@ class Nnx(NamedTuple):
     `from_nnx` found them; to evaluate, or to save. If the state is in shards, every rank calls it."""
 
 
-def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] = ("dropout",)) -> Linen:
+def from_linen(
+    module: flax.linen.Module, loss: LossOf, *, rngs: Names = ("dropout",), sown: Names = ("intermediates",)
+) -> Linen:
     """Makes a pure loss of a linen module.
 
     Args:
       module: the module.
       loss: `loss(model, batch)` → loss or (loss, aux), where `model` is called as the bound module.
       rngs: names of the random streams that the step's key is given to.
+      sown: collections that modules sow into, such as "losses". The loss reads the values of this pass from
+        `model.variables`; they are no buffers.
 
     Returns:
       `Linen(loss_fn, init, module)`.
+
+    Raises:
+      TypeError: `rngs` or `sown` is one string.
 
     Example:
       >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -96,17 +104,28 @@ def from_linen(module: flax.linen.Module, loss: LossOf, *, rngs: Sequence[str] =
       (8, 1)
     """
 
+    for name, names in (("rngs", rngs), ("sown", sown)):
+        if isinstance(names, str):
+            raise TypeError(f"{name} must be a sequence of names, got {names!r}: give ({names!r},).")
+
     def init(rng: Any, batch: Any) -> tuple[Any, Any]:
         streams = dict(zip(("params", *rngs), jax.random.split(rng, 1 + len(rngs))))
         variables = dict(flax.linen.init(loss, module)(streams, batch))
+        variables = {name: values for name, values in variables.items() if name not in sown}
         return variables.pop("params", {}), variables or None
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         streams = {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)} if rng is not None else None
-        state = model_state or {}
-        run = flax.linen.apply(loss, module, mutable=list(state) or False)
-        value = run({"params": params, **state}, batch, rngs=streams)
-        return _with_state(*value) if state else value
+        state = {name: values for name, values in (model_state or {}).items() if name not in sown}
+        run = flax.linen.apply(loss, module, mutable=[*state, *sown])
+        value, new = run({"params": params, **state}, batch, rngs=streams)
+        new = {name: values for name, values in new.items() if name not in sown}
+        if changed := [name for name in state if jax.tree.structure(state[name]) != jax.tree.structure(new.get(name))]:
+            raise ValueError(
+                f"the collections {changed} have other values after a pass: modules that sow into them add values. "
+                f"Name them, from_linen(..., sown={(*sown, *changed)!r}), and call init again."
+            )
+        return _with_state(value, {**model_state, **new}) if model_state else value
 
     def back(state: Any) -> flax.linen.Module:
         check_state(state)
@@ -152,8 +171,13 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
         value = loss(model, batch)
         if model_state is None:
             return value
-        *_, buffers_now = _split(model)
-        return _with_state(value, nnx.to_pure_dict(buffers_now))
+        buffers_now = nnx.to_pure_dict(_split(model)[3])
+        if jax.tree.structure(buffers_now) != jax.tree.structure(model_state):
+            raise ValueError(
+                "the loss leaves other variables in the module than it had: take sown values out of it in the loss, "
+                "with nnx.pop(model, nnx.Intermediate) or nnx.capture."
+            )
+        return _with_state(value, buffers_now)
 
     def back(state: Any) -> nnx.Module:
         check_state(state)

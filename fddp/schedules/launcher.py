@@ -228,7 +228,7 @@ def own_lane(group: Group) -> tuple[Group, bool]:
       The group, and whether its messages may be under way beside others. They may not where there is no second
       communicator. Nor may they on GPUs: each has one queue for what several threads launch, in any order.
     """
-    own = group.clone(2)
+    own = group.lane.carriers(group.transport, group.clone)
     lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
     return lane, len(own) > 1 and group.backend != "nccl"
 

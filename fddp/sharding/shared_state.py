@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from fddp.buckets import is_shard
@@ -48,7 +49,7 @@ def sharded(shared: Shared) -> Way:
 def _check(shared: Shared, replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> str:
     """Refuses an update that mixes leaves, and remarks that nothing is saved."""
     trained = replica.trained(params)
-    if sum(x.size for x in jax.tree.leaves(trained)) <= 1:
+    if sum(map(np.size, jax.tree.leaves(trained))) <= 1:
         raise ValueError(f"shard={shared!r} has nothing to share: no more than one number is trained; leave it out.")
     refused = divided(optimizer, trained).refused
     if refused and replica.group.parts > 1:  # one replica has all of each leaf

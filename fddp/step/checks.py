@@ -103,7 +103,12 @@ def check_batch(replica: Replica, batch: Any) -> None:
       ValueError: the message names the leaves, and says what to give.
     """
     rows = check_rows(batch, _divided(replica))
-    if rows % replica.micro_batches or rows == 0:
+    if rows == 0:
+        raise ValueError(
+            "a batch has 0 rows, and every process needs rows in each step: use fddp.join on ranks whose rows have "
+            "ended, or pad with rows that weigh 0 in fddp.Weighted(mean, weight)."
+        )
+    if rows % replica.micro_batches:
         raise ValueError(
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: this process has "
             f"{_shares(replica)}."

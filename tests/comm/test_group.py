@@ -206,3 +206,9 @@ def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(said):
         r"says that this is rank 1 of 2, MPI that it is rank 0 of 1: .* or use backend 'gloo'",
         said["rank 1 of 2"],
     )
+
+
+@pytest.mark.parametrize("value", [(np.ones(2), np.ones(3)), {"a": 1}, None, "text", jax.random.key(0)], ids=type)
+def test_a_group_reduces_one_numeric_array(group, value):
+    with pytest.raises(TypeError, match=r"(?s)take one numeric array or number, got \w+ .*jax\.tree\.map\(group"):
+        group(2).all_reduce(value)

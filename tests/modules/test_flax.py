@@ -1,5 +1,7 @@
 """Flax modules become losses and come back as modules: `fddp.from_linen`, `fddp.from_nnx`."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import flax.linen as linen
@@ -10,7 +12,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from trees import same_arrays, same_bits
+from trees import close, same_arrays, same_bits
+from truth import by_plain_jax
 
 import fddp
 from models.tensor_parallel import two_axes
@@ -250,3 +253,68 @@ def test_a_module_of_a_state_in_shards_is_put_together_once(group):
     same_bits(before, on_host(fddp.whole(state.params)))
     step(state, X)
     same_bits(before, on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
+
+
+### Sown values
+
+
+class Sowing(linen.Module):
+    """A layer that sows the mean of its squares into one collection, and counts its passes in another."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        passes = self.variable("counts", "passes", lambda: jnp.zeros(()))
+        passes.value += not self.is_initializing()
+        y = linen.Dense(4, name="layer")(x)
+        self.sow("losses", "squares", jnp.mean(y**2))
+        return y
+
+
+def balanced(model: Any, x: Any) -> Any:
+    y = model(x)
+    return jnp.mean((y - 1) ** 2) + 0.5 * sum(jax.tree.leaves(model.variables["losses"]))
+
+
+@pytest.mark.parametrize("shard", [None, "state"])
+def test_a_loss_reads_what_linen_modules_sow_in_this_pass(group, shard: Any):
+    net = fddp.from_linen(Sowing(), balanced, sown=("losses",))
+    params, buffers = net.init(jax.random.key(0), X)
+    assert jax.tree.map(float, buffers) == {"counts": {"passes": 0}}
+
+    def loss(p: Any, x: Any) -> Any:
+        y = x @ p["layer"]["kernel"] + p["layer"]["bias"]
+        return jnp.mean((y - 1) ** 2) + 0.5 * jnp.mean(y**2)
+
+    expected = by_plain_jax(loss, optax.adam(0.1), params, [X] * 3)
+    step = fddp.train_step(net.loss_fn, optax.adam(0.1), group=group(2), shard=shard)
+    state = step.init(params, model_state=buffers)
+    for value in expected.losses:
+        state, info = step(state, X)
+        np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+    close(fddp.whole(state.params), expected.params, rtol=1e-4, atol=1e-6)
+    assert jax.tree.map(float, state.model_state) == {"counts": {"passes": 3}}
+
+
+def test_sown_values_that_would_be_buffers_are_refused():
+    net = fddp.from_linen(Sowing(), balanced)
+    params, buffers = net.init(jax.random.key(0), X)
+    step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"\['losses'\].*sown=\('intermediates', 'losses'\)"):
+        step(step.init(params, model_state=buffers), X)
+    with pytest.raises(TypeError, match=r"sown must be a sequence of names, got 'losses': give \('losses',\)"):
+        fddp.from_linen(Sowing(), balanced, sown="losses")
+
+
+def test_nnx_modules_that_keep_what_they_sow_are_refused():
+    def loss(model: Any, x: Any, pop: bool) -> Any:
+        y = model(x)
+        model.squares = nnx.Intermediate(jnp.mean(y**2))
+        sown = nnx.pop(model, nnx.Intermediate) if pop else {}
+        return jnp.mean(y) + sum(jax.tree.leaves(sown))
+
+    for pop in (True, False):
+        net = fddp.from_nnx(Net(nnx.Rngs(0)), partial(loss, pop=pop))
+        step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
+        state = step.init(net.params, model_state=net.model_state, rng=jax.random.key(1))
+        with nullcontext() if pop else pytest.raises(ValueError, match=r"nnx\.pop\(model, nnx\.Intermediate\)"):
+            step(state, X)

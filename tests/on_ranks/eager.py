@@ -12,6 +12,7 @@ from truth import by_plain_jax
 
 import fddp
 from fddp.schedules import TRIED
+from fddp.schedules.launcher import own_lane
 
 
 @claim(quick=("mpi", "gloo"))
@@ -78,3 +79,10 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
     first, *others = ended
     for other in others:
         close(other, first, rtol=1e-5, atol=1e-6)
+
+
+@claim()
+def all_steps_of_a_group_share_the_communicator_of_late_messages(group: fddp.Group):
+    """MPICH has 2,048 communicators."""
+    lanes = {id(own_lane(group)[0].transport) for _ in range(3000)}
+    assert len(lanes) == 1

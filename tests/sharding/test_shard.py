@@ -238,6 +238,17 @@ def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups,
 
 
 @both
+def test_a_python_number_is_trained_in_shards(group: Groups, shard: Any):
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x * p["s"] - p["w"]) ** 2)
+
+    params = {"w": np.zeros(3, np.float32), "s": 0.5}
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), shard=shard)
+    state, _ = step(step.init(params), np.full((2, 3), 2, np.float32))
+    np.testing.assert_allclose(fddp.whole(state.params)["s"], 0.5 - 0.1 * 4, rtol=1e-6)
+
+
+@both
 def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups, shard: Any):
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w")
     state = step.init(jax.tree.map(np.float32, PARAMS))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import close
 from truth import by_plain_jax
 
 import fddp
@@ -346,3 +347,21 @@ def test_equal_rounds_share_a_program(group, x64):
         COMPILED.clear()
         TRACED.clear()
         assert programs(14) == few
+
+
+@pytest.mark.parametrize("schedule", ["fused", "staged"])
+def test_a_checkpointed_loop_of_a_few_bytes_trains_as_plain_jax(group, optimized: None, uncached: None, schedule: str):
+    """XLA:CPU aborts the process at a barrier in a loop of less than 1 KiB that it compiles as a small call."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, _: (jax.checkpoint(body)(p, h), None), x, None, length=3)[0] ** 2)
+
+    def body(p: Any, h: Any) -> Any:
+        return jnp.tanh(h @ p["w"] + p["b"])
+
+    params = {"w": np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), "b": np.ones(3, np.float32)}
+    rows = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+    expected = by_plain_jax(loss, optax.sgd(0.1), params, [rows])
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(4), schedule=schedule)
+    state, _ = step(step.init(params), rows)
+    close(state.params, expected.params, rtol=1e-5, atol=1e-6)

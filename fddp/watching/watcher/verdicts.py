@@ -93,7 +93,7 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
     lifeless = [one for one in going.values() if one["lifeless"] + now - one["heard"] > silent]
     least = min((one["calls"], one["messages"]) for one in going.values())
     behind = lifeless or [one for one in going.values() if (one["calls"], one["messages"]) == least]
-    others = [one for one in waiting if one not in behind]
+    others = [one for one in going.values() if one not in behind and (one["together"] or one in waiting)]
     told = [f"rank {one['rank']} {condition(one, now, silent)}" for one in behind[:4]]
     told += [f"{len(behind) - 4} more are behind"] if len(behind) > 4 else []
     if others:
@@ -102,10 +102,10 @@ def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> V
     # Before the first task of a step a rank may be compiling.
     busy = not lifeless and all(not one["together"] or one["doing"] == STEP for one in behind)
     most = max(PATIENCE * usual, 2 * limit) if busy else 2 * limit
-    words = f"nothing has moved for {limit:.0f} s: {'; '.join(told)}"
+    words = f"nothing has moved for {limit:g} s: {'; '.join(told)}"
     if busy:
-        words += f". If this goes on for {most:.0f} s all ranks end; call fddp.alive() in long loops between steps"
-    return Verdict(words.replace(f"for {limit:.0f} s:", f"for {most:.0f} s:") if quiet > most else words, quiet > most)
+        words += f". If this goes on for {most:g} s all ranks end; call fddp.alive() in long loops between steps"
+    return Verdict(words.replace(f"for {limit:g} s:", f"for {most:g} s:") if quiet > most else words, quiet > most)
 
 
 def missing(going: Mapping[int, Report], over: Sequence[Report], now: float, stall_s: float | None) -> Verdict | None:
