@@ -350,7 +350,7 @@ def test_equal_rounds_share_a_program(group, x64):
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
-def test_a_checkpointed_loop_of_a_few_bytes_trains_as_plain_jax(group, optimized: None, uncached: None, schedule: str):
+def test_a_checkpointed_loop_of_a_few_bytes_trains_as_plain_jax(group, optimized: None, uncached: None, schedule: Any):
     """XLA:CPU aborts the process at a barrier in a loop of less than 1 KiB that it compiles as a small call."""
 
     def loss(p: Any, x: Any) -> Any:
