@@ -5,6 +5,7 @@ their programs and of their hosts, the placement of their arrays, and the checks
 This room imports no other.
 """
 
+from fddp.comm.addresses import host_key as host_key
 from fddp.comm.addresses import on_one_host as on_one_host
 from fddp.comm.addresses import own_addresses as own_addresses
 from fddp.comm.agreement import BESIDE as BESIDE
@@ -60,6 +61,10 @@ from fddp.comm.recovery import Recovery as Recovery
 from fddp.comm.recovery import leave as leave
 from fddp.comm.recovery import poll as poll
 from fddp.comm.rotation import round_robin as round_robin
+from fddp.comm.secret import SECRET as SECRET
+from fddp.comm.secret import new_secret as new_secret
+from fddp.comm.secret import signature as signature
+from fddp.comm.secret import signed as signed
 from fddp.comm.summation_tree import block_of as block_of
 from fddp.comm.summation_tree import merges as merges
 from fddp.comm.transport import Hosts as Hosts

@@ -15,7 +15,7 @@ SIOCGIFADDR = 0x8915
 
 def on_one_host(group: "Group") -> bool:
     """Whether all processes of a group reach each other over the loopback device; every process calls it."""
-    keys = group.hosts.all_gather(_host_key())
+    keys = group.hosts.all_gather(np.frombuffer(host_key().encode()[:80].ljust(80), np.uint8))
     return bool(np.all(keys == keys[0]))
 
 
@@ -34,10 +34,9 @@ def own_addresses() -> list[str]:
     return [address for address in found if not address.startswith("127.")] or [socket.gethostname()]
 
 
-def _host_key() -> np.ndarray:
+def host_key() -> str:
     """A key that is equal for processes that reach each other over the loopback device."""
     try:
-        key = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
     except OSError:
-        key = socket.gethostname()
-    return np.frombuffer(key.encode()[:80].ljust(80), np.uint8)
+        return socket.gethostname()

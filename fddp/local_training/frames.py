@@ -4,7 +4,9 @@ Both know the arrays' forms, so that only bytes travel. Numbers of a host go as 
 """
 
 import json
+import math
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,26 +31,33 @@ def tell(door: socket.socket, line: dict[str, Any], arrays: Sequence[np.ndarray]
             left = left[door.send(left) :]
 
 
-def hear(door: socket.socket) -> dict[str, Any]:
+def hear(door: socket.socket, until: float = math.inf) -> dict[str, Any]:
     """Receives a line, and none of what stands behind it.
 
     Args:
       door: the connection.
+      until: time of the monotonic clock at which the line is to be complete.
 
     Returns:
       The line.
 
     Raises:
-      OSError: the connection is gone, or nothing came for longer than its timeout.
+      OSError: the connection is gone, or what came is no line, or nothing came for longer than its timeout.
     """
     heard = bytearray()
     while not heard.endswith(b"\n"):
         # A line is short, and rare: it is read so that the arrays behind it stay where they are.
         byte = door.recv(1)
-        if not byte or len(heard) > MOST:
+        if not byte or len(heard) > MOST or time.monotonic() > until:
             raise ConnectionResetError("the connection has ended")
         heard += byte
-    return json.loads(heard)
+    try:
+        line = json.loads(heard)
+    except (ValueError, RecursionError):
+        line = None
+    if not isinstance(line, dict):
+        raise ConnectionResetError("the connection brings no lines of this job")
+    return line
 
 
 def hear_arrays(door: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -19,12 +19,14 @@ from typing import NamedTuple
 
 import jax
 
+from fddp.comm import new_secret, signed
 from fddp.jax_internals import unpacked
 from fddp.local_training.frames import hear, hear_arrays, tell
 from fddp.local_training.merge_log import Line, Meeting, Merged, written
 from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
 from fddp.optim import Arrival, Quorum, due_at
 
+HELLO_S = 10.0  # in which an island proves that it knows the token
 BEAT_S = 0.5  # an island that waits hears so often that the keeper lives
 
 
@@ -134,7 +136,11 @@ class _Keeper:
     def let_in(self, listener: socket.socket) -> None:
         """Lets islands in, and whoever else calls out again."""
         while True:
-            door, _ = listener.accept()
+            try:
+                door, _ = listener.accept()
+            except OSError:  # it has left again, or this process may open no more files for a while
+                time.sleep(BEAT_S)
+                continue
             threading.Thread(target=self._serve, args=(door,), daemon=True).start()
 
     def _serve(self, door: socket.socket) -> None:
@@ -142,9 +148,12 @@ class _Keeper:
         try:
             with door:
                 door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                hello = hear(door)
-                if hello.get("token") != self.job.token:
+                door.settimeout(HELLO_S)
+                tell(door, {"challenge": (challenge := new_secret())})
+                hello = hear(door, time.monotonic() + HELLO_S)
+                if not signed(hello.get("proof"), self.job.token, challenge):
                     return
+                door.settimeout(None)
                 island = int(hello["island"])
                 while True:
                     line = hear(door)

@@ -7,7 +7,6 @@ move in the job (`fddp.init(stall_s=)`) is an error.
 import atexit
 import os
 import pickle
-import secrets
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 
 from fddp.buckets import is_shard
-from fddp.comm import Group, nothing_to_compare, on_one_host, own_addresses, verify
+from fddp.comm import Group, new_secret, nothing_to_compare, on_one_host, own_addresses, signature, verify
 from fddp.jax_internals import packed
 from fddp.local_training.frames import hear, hear_arrays, tell
 from fddp.local_training.island_runner import Keeper
@@ -126,7 +125,7 @@ def _start(steps: LocalSteps, islands: int, shared: SharedParams, state: TrainSt
     tree = jax.tree.structure(state.opt_state.shared, is_leaf=is_shard)
     params = tree.unflatten(shared.params)
     add, step = map(lambda f, forms: packed(f, *forms), merging_of(steps, params), merge_forms(shared))
-    token = secrets.token_hex(16)
+    token = new_secret()
     x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     bind = hosts[0] if hosts == ["127.0.0.1"] else ""
     job = Job(replace(rule, discount=None), islands, shared, add, step, token, bind, x64)
@@ -159,13 +158,14 @@ def _connect(place: Place, group: Group, island: int) -> socket.socket:
     for host in place.addresses:
         try:
             door = socket.create_connection((host, place.port), CONNECT_S)
-        except OSError as error:
-            failures.append(f"{host}:{place.port}: {error.strerror or error}")
+            challenge = hear(door)["challenge"]
+        except (OSError, KeyError) as error:
+            failures.append(f"{host}:{place.port}: {getattr(error, 'strerror', None) or error}")
             continue
         limit = group.journal.stall_s
         door.settimeout(limit if isfinite(limit) else None)
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tell(door, {"token": place.token, "island": island})
+        tell(door, {"proof": signature(place.token, challenge), "island": island})
         return door
     raise RuntimeError(f"the keeper of the shared parameters, beside rank 0, cannot be reached: {'; '.join(failures)}.")
 

@@ -15,7 +15,6 @@ import jax
 
 import fddp.jax_internals
 from fddp.jax_internals import HEARTBEAT_S, coordination_client, secured
-from fddp.runtime.rendezvous import bind_address
 
 LOOSE = "127.0.0.1:0"  # where JAX's own service listens, which no rank uses
 SERVE = """
@@ -35,11 +34,11 @@ class Coordinator(NamedTuple):
     """Files for rank 0 and its watcher to hold: without them the service beside rank 0 ends."""
 
 
-def start_coordinator(coordinator: str, rank: int, size: int) -> Coordinator:
+def start_coordinator(bind: str, rank: int, size: int) -> Coordinator:
     """Starts the service beside rank 0; every rank calls this.
 
     Args:
-      coordinator: host:port at which the ranks look for it.
+      bind: host:port at which it is to listen, unless JAX's variable names another.
       rank: of this process.
       size: the number of processes.
 
@@ -49,8 +48,8 @@ def start_coordinator(coordinator: str, rank: int, size: int) -> Coordinator:
     Raises:
       RuntimeError: it does not start; says why.
     """
-    everywhere = f"[::]:{coordinator.rsplit(':', 1)[1]}"
-    bind = bind_address(coordinator) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+    if not bind.startswith("127.0.0.1:"):
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind)
     if secured():
         return Coordinator(bind, ())
     return Coordinator(LOOSE, (_serve(bind, size),) if rank == 0 else ())

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 
 from fddp.comm import Group, Journal, poll, world_group
-from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client
+from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client, secured
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch
+from fddp.runtime.reception import Meeting
 from fddp.runtime.rendezvous import meet
 from fddp.watching import LEFT, Ending, end_together, shared_recorder, watched
 
@@ -82,15 +83,17 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     if late:  # before it waits for anybody
         print(f"fddp: rank {launch.rank} of {launch.size}: {late}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
-    meet(launch.rank, launch.size, coordinator, timeout_s, late, launch.job)
+    met = meet(launch.rank, launch.size, coordinator, timeout_s, late, launch.job)
+    if secured():  # certificates hold for names
+        met = Meeting(coordinator, f"[::]:{coordinator.rsplit(':', 1)[1]}")
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.
     jax.config.update("jax_enable_preemption_service", False)
-    service = start_coordinator(coordinator, launch.rank, launch.size)
+    service = start_coordinator(met.bind, launch.rank, launch.size)
     try:
         jax.distributed.initialize(
-            coordinator,
+            met.coordinator,
             launch.size,
             launch.rank,
             local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],

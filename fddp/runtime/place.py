@@ -28,9 +28,10 @@ class Launch:
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"{self.launcher} says this is rank {self.rank} of {self.size}; a rank lies in 0..size-1.")
-        if self.coordinator is not None and not re.fullmatch(r".+:\d+", str(self.coordinator)):
+        if self.coordinator is not None and not _is_place(str(self.coordinator)):
             raise ValueError(
-                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port, as in 'node1:4711'."
+                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port with a port of "
+                "1 to 65535, as in 'node1:4711'."
             )
 
     @property
@@ -42,6 +43,11 @@ class Launch:
     def may_be_mpi(self) -> bool:
         """Whether its launcher starts programs of MPI as well; nobody can ask whether the MPI here speaks its PMI."""
         return self.launcher in ("Flux", "PALS", "MVAPICH") or self.pmi is not None
+
+
+def _is_place(text: str) -> bool:
+    port = re.fullmatch(r".+:([0-9]{1,5})", text)
+    return port is not None and 1 <= int(port[1]) < 2**16
 
 
 def from_variables(

@@ -62,6 +62,8 @@ class Job:
             raise ValueError(f"--restarts must be 0 or more, got {self.restarts}.")
         if self.hosts and self.mpiexec is None:
             raise ValueError("--hosts needs an mpiexec, which starts the ranks there: install MPICH or Open MPI.")
+        if options := [host for host in self.hosts if host.startswith("-")]:
+            raise ValueError(f"--hosts takes names of hosts, got {options[0]!r}, which ssh would take for an option.")
         if self.hosts and self.ranks % len(self.hosts):
             raise ValueError(f"-n must be a multiple of the {len(self.hosts)} hosts, got {self.ranks}.")
 

@@ -11,5 +11,6 @@ from fddp.watching.flight_records import read_flights as read_flights
 from fddp.watching.flight_records import told as told
 from fddp.watching.watchdog import shared_recorder as shared_recorder
 from fddp.watching.watchdog import watched as watched
+from fddp.watching.watcher.links import allow_files as allow_files
 from fddp.watching.watcher.shared_memory import FAILED as FAILED
 from fddp.watching.watcher.shared_memory import LEFT as LEFT

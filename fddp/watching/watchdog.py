@@ -8,7 +8,6 @@ import atexit
 import gc
 import json
 import os
-import secrets
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fddp.comm import Group, leave, on_one_host, own_addresses
+from fddp.comm import Group, leave, new_secret, on_one_host, own_addresses, signature
 from fddp.watching.recorder import Recorder
 from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 
@@ -83,17 +82,17 @@ def watched(
     own = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": "127.0.0.1" if alone else ""}
     job = own | {"memory": file, "stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     if rank == 0:
-        token = secrets.token_hex(16)
+        token = new_secret()
         flight = os.environ.get("FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}"))
         told = {"token": token, "flight": flight, "began": time.time()}
-        _start(job | told, kept)
+        _start(_keyed(job | told), kept)
         port = _port(recorder)
         hosts = ["127.0.0.1"] if alone else own_addresses()
         told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode().ljust(TOLD)
         group.hosts.broadcast(np.frombuffer(told, np.uint8), 0)
     else:
         told = group.hosts.broadcast(np.zeros(TOLD, np.uint8), 0).tobytes()
-        _start(job | json.loads(told), kept)
+        _start(_keyed(job | json.loads(told)), kept)
     atexit.register(recorder.say, FINISHED)
     threading.Thread(target=_live, args=(recorder,), name="fddp-life", daemon=True).start()
     return group
@@ -121,6 +120,11 @@ def _place() -> str:
     finally:
         if collects:
             gc.enable()
+
+
+def _keyed(job: dict) -> dict:
+    """The job with the token that watchers know: what the ranks sent each other is not enough to make it."""
+    return job | {"token": signature("watchers", job["token"])}
 
 
 def _start(job: dict, kept: Sequence[int]) -> None:

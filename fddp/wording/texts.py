@@ -23,6 +23,11 @@ def leaf_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
+def printable(text: str) -> str:
+    """What another program says, without the codes that would change a terminal."""
+    return "".join(x if x.isprintable() else "?" for x in text)
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lays cells out in columns.
 

@@ -7,7 +7,11 @@ import time
 import numpy as np
 import pytest
 
+from fddp.comm import signature
+from fddp.local_training import keeper
 from fddp.local_training.frames import hear, hear_arrays, tell
+from fddp.local_training.merging import SharedParams
+from fddp.optim import Quorum
 
 
 def test_what_is_told_is_heard():
@@ -45,3 +49,85 @@ def test_one_who_reads_nothing_is_not_waited_for():
     one.settimeout(0.2)
     with one, other, pytest.raises(TimeoutError):
         tell(one, {}, [np.zeros(1 << 22)])
+
+
+@pytest.mark.parametrize("line", [b"5", b"[1]", b"null", b'"a"', b"\xff", b"[" * 60_000, b"GET / HTTP/1.1"])
+def test_what_is_no_line_of_ours_is_the_end_of_a_connection(line):
+    one, other = socket.socketpair()
+    with one, other:
+        one.sendall(line + b"\n")
+        with pytest.raises(ConnectionResetError):
+            hear(other)
+
+
+def test_a_line_has_a_time_by_which_it_is_complete():
+    one, other = socket.socketpair()
+    with one, other:
+        other.settimeout(5.0)
+        began = time.monotonic()
+        drips = threading.Thread(target=lambda: [(one.sendall(b"x"), time.sleep(0.05)) for _ in range(20)])
+        drips.start()
+        with pytest.raises(ConnectionResetError):
+            hear(other, until=began + 0.2)
+        assert time.monotonic() - began < 0.6
+        drips.join()
+
+
+### Who may be an island
+
+
+@pytest.fixture
+def listener(monkeypatch):
+    """A keeper of one parameter for two islands, which lets islands in."""
+    monkeypatch.setattr(keeper, "unpacked", lambda program: program)
+    monkeypatch.setattr(keeper, "HELLO_S", 0.3)
+    shared = SharedParams(3, [np.arange(2.0)], [])
+    job = keeper.Job(Quorum(2), 2, shared, b"", b"", "token", "127.0.0.1", True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=keeper._Keeper(job).let_in, args=(listener,), daemon=True).start()
+        yield listener
+        monkeypatch.setattr(keeper, "BEAT_S", 60.0)  # the thread that lets in, for good
+
+
+def greeted(door: socket.socket, answer: bytes = b"") -> bytes:
+    """All that the keeper sends to one who answers its challenge so."""
+    with door:
+        door.settimeout(10.0)
+        hear(door)
+        door.sendall(answer)
+        return door.makefile("rb").read()
+
+
+def test_strangers_at_the_keeper_get_no_answer_and_leave_no_traceback(listener, capfd):
+    hello = b'{"proof": "%s", "island": 0}\n'
+    lines = [
+        b"",
+        b"5\n",
+        b"null\n",
+        b"[" * 60_000 + b"\n",
+        hello % b"token",
+        b'{"proof": 7}\n',
+        b'{"token": "token"}\n',
+    ]
+    for line in lines:  # the first one is silent
+        assert greeted(socket.create_connection(listener.getsockname()), line) == b""
+    with socket.create_connection(listener.getsockname()) as door:
+        door.settimeout(10.0)
+        proof = signature("token", hear(door)["challenge"])
+        tell(door, {"proof": proof, "island": 0})
+        tell(door, {"meets": True})
+        while "version" not in (line := hear(door)):
+            assert line == {"waits": True}
+    assert line == {"version": 3}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_island_of_another_secret_is_a_stranger(listener, monkeypatch):
+    door = socket.create_connection(listener.getsockname())
+    challenge = hear(door)["challenge"]
+    monkeypatch.setenv("FDDP_SECRET", "guessed")
+    proof = signature("token", challenge)
+    monkeypatch.delenv("FDDP_SECRET")
+    tell(door, {"proof": proof, "island": 0})
+    assert door.recv(1) == b""
+    door.close()

@@ -1,15 +1,22 @@
 """Ranks meet before anything else starts, and say whom they wait for; nobody waits for ever, and all hear why."""
 
+import hashlib
+import hmac
+import resource
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from processes import free_port
 
-from fddp.runtime import rendezvous
+from fddp.runtime import reception, rendezvous
+from fddp.runtime.reception import Guest, Meeting
 from fddp.runtime.rendezvous import meet
+from fddp.watching import allow_files
 
 
 def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: float) -> list[str]:
@@ -152,3 +159,152 @@ def connected(host: str, port: int) -> socket.socket:
             return socket.create_connection((host, port))
         except ConnectionRefusedError:  # rank 0 is about to listen
             continue
+
+
+### Strangers
+
+
+def calls(coordinator: str, words: str, secret: str = "") -> str:
+    """What rank 0 answers to a call that is signed with some secret."""
+    host, port = coordinator.rsplit(":", 1)
+    return calls_through(connected(host, int(port)), words, secret)
+
+
+def calls_through(caller: socket.socket, words: str, secret: str = "") -> str:
+    with caller, caller.makefile("rb") as lines:
+        challenge = lines.readline().decode().split()[1]
+        parts = [part.encode() for part in ("", challenge, "mine", words)]
+        signed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        proof = hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest()
+        caller.sendall(f"fddp: {proof} mine {words}\n".encode())
+        return lines.readline().decode()
+
+
+@pytest.mark.parametrize("rank", ["7", "0", "2", "9" * 900, "-1"])
+def test_a_rank_out_of_range_does_not_count(rank):
+    coordinator = here()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meet, 0, 2, coordinator, 60)
+        assert calls(coordinator, f"rank {rank} of 2 on here") == ""
+        meet(1, 2, coordinator, 60)
+        first.result()
+
+
+def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
+    monkeypatch.setenv("FDDP_SECRET", "swordfish")
+    coordinator = here()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meet, 0, 2, coordinator, 60)
+        for secret in ("", "guessed"):
+            assert calls(coordinator, "rank 1 of 2 on here", secret) == "another job\n"
+        assert not first.done()
+        assert " go " in calls(coordinator, "rank 1 of 2 on here", "swordfish")
+        first.result()
+
+
+def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
+    """What rank 1 says of a service that answers so, after three seconds at most, and how long that took."""
+    with socket.create_server(("127.0.0.1", 0)) as service, ThreadPoolExecutor(1) as threads:
+        port = service.getsockname()[1]
+        began = time.monotonic()
+        rank = threads.submit(outcomes, [(1, 2)], f"127.0.0.1:{port}", 1)
+        service.settimeout(0.2)
+        doors = []
+        while not rank.done():
+            try:
+                doors.append(service.accept()[0])
+                for line in lines:
+                    doors[-1].sendall(line)
+                    time.sleep(every_s)
+            except OSError:
+                continue
+        for door in doors:
+            door.close()
+        return rank.result()[0], time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("lines", "every_s"),
+    [((b"go\n",), 0.0), ((b"stop: \xff\n",), 0.0), ((b"f",) * 50, 0.1), ((), 0.0), ((b"x" * 10_000,), 0.0)],
+)
+def test_a_service_that_is_not_rank_0_holds_no_rank_longer_than_it_waits(lines, every_s):
+    said, seconds = answers(*lines, every_s=every_s)
+    assert "rank 1 of 2 has not reached rank 0 in time: " in said
+    assert seconds < 1 + 1 + len(lines) * every_s
+
+
+def test_silent_strangers_are_dropped_before_files_run_out(monkeypatch):
+    monkeypatch.setattr(reception, "allow_files", lambda count: None)
+    coordinator = here()
+    host, port = coordinator.rsplit(":", 1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
+        first = threads.submit(meet, 0, 2, coordinator, 60)
+        stack.enter_context(connected(host, int(port)))
+        callers = [stack.enter_context(socket.socket()) for _ in range(40)]
+        most = max(caller.fileno() for caller in callers) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))  # rank 0 can hold 20 of the 40
+        try:
+            for caller in callers:
+                caller.connect((host, int(port)))
+            assert " go " in calls_through(callers[-1], "rank 1 of 2 on here")
+            first.result(60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_rank_0_raises_the_number_of_files_that_it_may_open():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    try:
+        for count, most in ((200, 200 + 1024), (2000, 2000 + 1024), (10**9, before[1])):
+            allow_files(count)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(most, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.steps
+def test_a_size_beyond_all_measure_is_counted_and_not_listed():
+    (told,) = outcomes([(0, 10**30)], here(), 1)
+    assert told.endswith(f": ranks 1, 2, 3, 4, 5, 6, 7, 8 and {10**30 - 9} more of {10**30} have not come in time.")
+
+
+def test_a_name_that_is_too_long_to_be_one_does_not_resolve():
+    (told,) = outcomes([(1, 2)], f"{'x' * 5000}:1", 0.5)
+    assert told.endswith(" does not resolve.")
+
+
+def test_what_a_rank_says_changes_no_terminal():
+    coordinator = here()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(outcomes, [(0, 2)], coordinator, 10)
+        calls(coordinator, "rank 1 of 2 on here: \x1b[2Jgone")
+    assert first.result()[0].endswith(": rank 1: ?[2Jgone.")
+
+
+### Where JAX's service listens
+
+
+def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_called():
+    port = free_port()
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(meet, rank, 2, f"{socket.gethostname()}:{port}", 60) for rank in (0, 1)]
+    loopback = f"127.0.0.1:{port}"
+    assert [one.result() for one in both] == [Meeting(loopback, loopback), Meeting(loopback, "")]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "meeting"),
+    [
+        (["::ffff:10.0.0.5"] * 2, Meeting("10.0.0.5:7", "10.0.0.5:7")),
+        (["fd00::5"] * 2, Meeting("[fd00::5]:7", "[fd00::5]:7")),
+        (["10.0.0.5", "10.1.0.5"], Meeting("127.0.0.1:7", "[::]:7")),
+        (["fe80::5%eth0"] * 2, Meeting("127.0.0.1:7", "[::]:7")),
+    ],
+)
+def test_ranks_of_other_hosts_find_the_service_where_they_came_in(addresses, meeting):
+    came = {socket.socket(): Guest(1, "another host", address, ("", "")) for address in addresses}
+    for guest in came:
+        guest.close()
+    assert reception._places(came, 7) == ("", meeting)

@@ -165,6 +165,7 @@ def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
         ({"ranks": 2, "restarts": -1}, "--restarts must be 0 or more, got -1"),
         ({"ranks": 2, "hosts": ("a", "b")}, "--hosts needs an mpiexec"),
         ({"ranks": 3, "hosts": ("a", "b"), "mpiexec": ("mpiexec", None)}, "a multiple of the 2 hosts, got 3"),
+        ({"ranks": 2, "hosts": ("a", "-oProxyCommand=x"), "mpiexec": ("mpiexec", None)}, "got '-oProxyCommand=x'"),
     ],
 )
 def test_what_cannot_be_started_is_refused(job: dict[str, Any], says: str):

@@ -1,13 +1,15 @@
 """Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
 
 import fcntl
+import hashlib
+import hmac
 import json
 import re
 import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,7 +19,7 @@ from processes import case, launch, written
 
 from fddp.watching import read_flights
 from fddp.watching import told as flight
-from fddp.watching.watcher.links import Links, ready, welcome
+from fddp.watching.watcher.links import Links, Newcomers, admit, proof, ready, welcome
 from fddp.watching.watcher.main import STOP_S, Stop, stop_of
 from fddp.watching.watcher.mpiexec import leave_last
 from fddp.watching.watcher.remarks import remarks
@@ -356,16 +358,63 @@ def test_a_watcher_of_more_than_1024_ranks_hears_the_last():
         assert ready([last], 10.0) == {last}
 
 
+def let_in(door: socket.socket, newcomers: Newcomers, links: Links) -> None:
+    """One look of rank 0's watcher."""
+    moved = ready([door, *newcomers], 0.1)
+    if door in moved:
+        welcome(door, newcomers)
+    admit(newcomers, links, "token", moved)
+
+
+def proves(link: socket.socket, token: str) -> None:
+    link.sendall(hmac.new(token.encode(), link.recv(32), hashlib.sha256).digest())
+
+
 def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later():
+    newcomers: Newcomers = {}
     links: Links = {}
     with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
-        other.sendall(b"token\n")
         with files(3):
-            welcome(door, links, "token")
-        assert not links
-        welcome(door, links, "token")
+            welcome(door, newcomers)
+        assert not newcomers
+        welcome(door, newcomers)
+        proves(other, "token")
+        let_in(door, newcomers, links)
         (link,) = links
         link.close()
+
+
+def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
+    newcomers: Newcomers = {}
+    links: Links = {}
+    with ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        strangers = [stack.enter_context(socket.create_connection(door.getsockname())) for _ in range(20)]
+        began = time.monotonic()
+        for number, stranger in enumerate(strangers):
+            let_in(door, newcomers, links)
+            if number % 4 == 1:
+                stranger.sendall(b"x")
+            elif number % 4 == 2:
+                proves(stranger, "another token")
+            elif number % 4 == 3:
+                stranger.sendall(b"token\n" * 100)
+        other = stack.enter_context(socket.create_connection(door.getsockname()))
+        let_in(door, newcomers, links)
+        proves(other, "token")
+        let_in(door, newcomers, links)
+        assert len(links) == 1 and len(newcomers) == 5  # the silent ones still have time
+        assert time.monotonic() - began < 1.0
+        newcomers = {link: (challenge, 0.0) for link, (challenge, _) in newcomers.items()}
+        let_in(door, newcomers, links)
+        assert len(links) == 1 and not newcomers
+        links.popitem()[0].close()
+
+
+def test_what_strangers_overhear_does_not_let_them_in():
+    token, challenge = "token", b"c" * 32
+    assert token.encode() not in proof(token, challenge)
+    assert proof(token, challenge) != proof(token, b"d" * 32)
 
 
 ### Real ranks

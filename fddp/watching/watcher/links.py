@@ -2,11 +2,13 @@
 
 import hmac
 import json
+import resource
+import secrets
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from mmap import mmap
 from typing import Any
@@ -16,7 +18,24 @@ from .shared_memory import PORT
 EVERY_S = 0.25  # between two looks at the rank, and two reports of it
 MOST = 1 << 16  # bytes of a line
 
+WELCOME_S = 10.0  # in which a newcomer proves that it knows the token
+CHALLENGE = 32  # bytes
+SPARE = 1024  # files that a process may open beside its links
+
 Links = dict[socket.socket, bytearray]
+
+
+Newcomers = dict[socket.socket, tuple[bytes, float]]
+"""Connections that have proved nothing yet: the challenge, and the time at which they are closed."""
+
+
+def allow_files(count: int) -> None:
+    """Lets this process open so many files and some more, as far as the system allows."""
+    count += SPARE
+    with suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < count:  # negative: no limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard) if hard >= 0 else count, hard))
 
 
 def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
@@ -28,7 +47,10 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
     for host, port in job["addresses"]:
         try:
             link = socket.create_connection((host, port), timeout=2.0)
-            link.sendall(job["token"].encode() + b"\n")
+            link.settimeout(WELCOME_S)
+            challenge = link.recv(CHALLENGE)
+            link.sendall(proof(job["token"], challenge))
+            link.settimeout(2.0)
             return None, {link: bytearray()}
         except OSError:
             continue
@@ -36,27 +58,39 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
     return None, {}
 
 
-def welcome(door: socket.socket, links: Links, token: str) -> None:
-    """Lets in a watcher that knows the token; gives others no answer."""
+def welcome(door: socket.socket, newcomers: Newcomers) -> None:
+    """Lets a newcomer in, who is to prove that it knows the token."""
     try:
         link, _ = door.accept()
     except OSError:  # it has left again, or this process may open no more files: then the door stays ready
         time.sleep(EVERY_S)
         return
     link.settimeout(1.0)
-    try:
-        said = b""
-        while len(said) <= len(token) and not said.endswith(b"\n"):
-            more = link.recv(len(token) + 1 - len(said))
-            if not more:
-                break
-            said += more
-        if hmac.compare_digest(said, token.encode() + b"\n"):
+    challenge = secrets.token_bytes(CHALLENGE)
+    newcomers[link] = challenge, time.monotonic() + WELCOME_S
+    with suppress(OSError):
+        link.sendall(challenge)
+
+
+def admit(newcomers: Newcomers, links: Links, token: str, moved: Set[Any]) -> None:
+    """Makes links of newcomers that know the token; gives others no answer, and closes them in time."""
+    for link, (challenge, until) in list(newcomers.items()):
+        if link not in moved and time.monotonic() < until:
+            continue
+        del newcomers[link]
+        heard = b""
+        if link in moved:
+            with suppress(OSError):
+                heard = link.recv(MOST)  # a proof is sent at once
+        if hmac.compare_digest(heard, proof(token, challenge)):
             links[link] = bytearray()
-            return
-    except OSError:
-        pass
-    link.close()
+        else:
+            link.close()
+
+
+def proof(token: str, challenge: bytes) -> bytes:
+    """The proof that its sender knows the token, without the token."""
+    return hmac.digest(token.encode(), challenge, "sha256")
 
 
 def ready(files: Iterable[socket.socket | int], seconds: float) -> set[Any]:

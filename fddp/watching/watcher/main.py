@@ -9,7 +9,6 @@ Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency exte
 """
 
 import os
-import resource
 import signal
 import socket
 import time
@@ -19,7 +18,20 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any, NamedTuple
 
-from .links import EVERY_S, Links, lines, meet, ready, say, send, wait_for_others, welcome
+from .links import (
+    EVERY_S,
+    Links,
+    Newcomers,
+    admit,
+    allow_files,
+    lines,
+    meet,
+    ready,
+    say,
+    send,
+    wait_for_others,
+    welcome,
+)
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, reader
 from .remarks import remarks
@@ -42,9 +54,7 @@ def main(job: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):  # a higher priority, so that the first death is seen first; not every user may ask for it
         os.nice(-10)
-    with suppress(OSError, ValueError):  # rank 0's has a link for each rank
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_files(job["size"])  # rank 0's has a link for each rank
     memory = mmap(job["memory"], SIZE)
     process = job["parent"]
     watch = Watch(job, job["rank"], memory, reader(memory, job), death(process), pidfd(process), *meet(memory, job))
@@ -85,6 +95,8 @@ class Watch:
     """The socket at which the other watchers come in, on rank 0."""
     links: Links
     """The connections to the other watchers."""
+    newcomers: Newcomers = field(default_factory=dict)
+    """Connections that have not proved yet that they are watchers of this job."""
     born: float = field(default_factory=time.monotonic)
     now: float = 0.0
     """The time of the last look."""
@@ -107,9 +119,11 @@ class Watch:
 
 def _hear(watch: Watch) -> list[Verdict]:
     """Waits until a watcher speaks or the rank ends, not for long; returns the verdicts that were heard."""
-    moved = ready([*filter(None, [watch.door]), *watch.ends, *watch.links], EVERY_S)
+    doors = [*filter(None, [watch.door]), *watch.newcomers]
+    moved = ready([*doors, *watch.ends, *watch.links], EVERY_S)
     if watch.door and watch.door in moved:
-        welcome(watch.door, watch.links, watch.job["token"])
+        welcome(watch.door, watch.newcomers)
+    admit(watch.newcomers, watch.links, watch.job["token"], moved)
     now = watch.now = time.monotonic()
     verdicts = list[Verdict]()
     for link, line in [(one, line) for one in list(watch.links) if one in moved for line in lines(one, watch.links)]:
