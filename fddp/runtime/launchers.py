@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from fddp.comm import SECRET, new_secret
 from fddp.runtime.place import Launch, from_variables, integer, integer_if_set, text
 from fddp.runtime.placeless import by_prrte, flux, mvapich, numbered, pals
 
@@ -88,7 +89,7 @@ def pmi_socket(launch: Launch) -> int | None:
 
 
 def worlds(processes: int) -> list[dict[str, str]]:
-    """The variables by which processes of this host find each other, as `read_launch` reads them.
+    """The variables by which processes of this host find each other, as `read_launch` reads them, with a secret.
 
     Args:
       processes: how many.
@@ -99,6 +100,7 @@ def worlds(processes: int) -> list[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         world = {"FDDP_SIZE": str(processes), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+    world[SECRET] = os.environ.get(SECRET) or new_secret()
     return [world | {"FDDP_RANK": str(rank), "FDDP_LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import IO, NamedTuple
 
+from fddp.comm import SECRET, new_secret
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 
@@ -123,7 +124,7 @@ def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
 def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]) -> Ended:
     """Starts all ranks and waits for their end."""
     commands = [_by_mpiexec(job, hosts)] if job.mpiexec else [list(job.command)] * job.ranks
-    variables = [{}] if job.mpiexec else worlds(job.ranks)
+    variables = [{SECRET: env.get(SECRET) or new_secret()}] if job.mpiexec else worlds(job.ranks)
     processes = list[subprocess.Popen[bytes]]()
     prefixes = [""] if job.mpiexec or job.ranks == 1 else [f"[{rank}] " for rank in range(job.ranks)]
     try:
@@ -173,7 +174,7 @@ def _wait(processes: Sequence[subprocess.Popen], told: list[int], ending: thread
 def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
     program, vendor = job.mpiexec or ("mpiexec", None)
     ranks = job.on(hosts)
-    shows = ["--tag-output"] if vendor == "Open MPI" else ["-prepend-pattern", "\x1e%r\x1f"]
+    shows = ["--tag-output", "-x", SECRET] if vendor == "Open MPI" else ["-prepend-pattern", "\x1e%r\x1f"]
     words = [program, "-n", str(ranks), *shows]
     if hosts and vendor == "Open MPI":
         words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]

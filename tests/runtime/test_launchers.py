@@ -14,7 +14,7 @@ import fddp
 from fddp.runtime import world
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import agree_on_coordinator
-from fddp.runtime.launchers import pmi_socket, read_launch, spoken
+from fddp.runtime.launchers import pmi_socket, read_launch, spoken, worlds
 from fddp.runtime.place import Launch
 from fddp.watching.abort import read_grace
 
@@ -416,3 +416,11 @@ def test_the_grace_of_a_rank_that_fails_is_five_seconds_or_as_the_environment_sa
     for text in ("", "soon", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match=f"FDDP_GRACE_S must be a number of seconds of 0 or more, got '{text}'"):
             read_grace({"FDDP_GRACE_S": text})
+
+
+def test_the_ranks_of_a_launch_share_a_secret_that_no_other_launch_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FDDP_SECRET", raising=False)
+    (first,), (second,) = ({variables["FDDP_SECRET"] for variables in worlds(3)} for _ in range(2))
+    assert first != second and len(first) == 32
+    monkeypatch.setenv("FDDP_SECRET", "swordfish")
+    assert {variables["FDDP_SECRET"] for variables in worlds(2)} == {"swordfish"}

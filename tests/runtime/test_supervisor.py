@@ -78,6 +78,14 @@ def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(capfd: pytest
     assert (code, sorted(out.replace("newline[", "newline\n[").splitlines())) == (0, lines)
 
 
+@pytest.mark.ranks
+def test_ranks_under_mpiexec_share_a_secret(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FDDP_SECRET", raising=False)
+    code, out, _ = ends(capfd, "print(os.environ['FDDP_SECRET'])", ranks=2, mpiexec=launcher("MPICH"))
+    first, second = sorted(line.split()[1] for line in out.splitlines())
+    assert code == 0 and first == second and len(first) == 32
+
+
 def test_greetings_of_gloo_are_not_shown(capfd: pytest.CaptureFixture[str]):
     greets = "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1')"
     assert ends(capfd, f"{greets}; print('trained')", ranks=1) == (0, "trained\n", "")
