@@ -6,6 +6,7 @@ again by themselves (Slurm's requeue, Kubernetes' JobSet) do not need this.
 Source: torchrun, `torch.distributed.run`.
 """
 
+import ctypes
 import os
 import re
 import shlex
@@ -33,6 +34,8 @@ END_S = 10.0  # the watchers of a job end it sooner
 FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
 MARK = re.compile(rb"\x1e(\d+)\x1f")  # in front of each piece that MPICH's mpiexec passes on
 GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of XLA, which nothing silences
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 ANSWER_S = 10.0
 PAUSE_S = 1.0  # between two starts: what a dead host held is let go
 
@@ -192,7 +195,13 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
+
+
+def _end_with_parent() -> None:
+    """In a child that is about to start: the kernel ends it when this supervisor is killed."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event) -> list[threading.Thread]:
