@@ -33,6 +33,9 @@ LOOK_S = 0.05
 END_S = 10.0  # the watchers of a job end it sooner
 FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
 MARK = re.compile(rb"\x1e(\d+)\x1f")  # in front of each piece that MPICH's mpiexec passes on
+MARK_BYTES = 12
+LINE_ENDS = (b"\n", b"\r")  # a progress bar ends its lines with the second
+LONGEST = 2**16
 GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of XLA, which nothing silences
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
@@ -207,32 +210,53 @@ def _end_with_parent() -> None:
 def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event) -> list[threading.Thread]:
     """Passes on what a process writes, each line with its rank in front; notes that the watchers end the job."""
 
-    def copy(lines: IO[bytes], out: IO[bytes]) -> None:
-        with lines:
-            for line in _of_each_rank(lines, prefix.encode()):
+    def copy(stream: IO[bytes], out: IO[bytes] | None) -> None:
+        with stream:
+            for line in _of_each_rank(stream, prefix.encode()):
                 if FLIGHT in line:
                     ending.set()
-                out.write(line)  # one write: lines of several ranks do not mix
-                out.flush()
+                try:
+                    if out:
+                        out.write(line)  # one write: lines of several ranks do not mix
+                        out.flush()
+                except OSError as error:  # a full disk, or a reader that has left: the ranks go on
+                    out = None
+                    with suppress(OSError):
+                        _say(f"what the ranks print is lost from here on: {error.strerror}.")
 
-    streams = [(process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)]
-    threads = [threading.Thread(target=copy, args=pair, daemon=True) for pair in streams]
+    outs = [getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr)]  # a shell may close both
+    pairs = zip((process.stdout, process.stderr), outs)
+    threads = [threading.Thread(target=copy, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     return threads
 
 
-def _of_each_rank(pieces: IO[bytes], prefix: bytes) -> Iterator[bytes]:
+def _of_each_rank(stream: IO[bytes], rank: bytes) -> Iterator[bytes]:
     """Whole lines with their rank in front, of pieces of lines that mpiexec marks with the rank; without greetings."""
     begun = defaultdict[bytes, bytes](bytes)
-    for piece in pieces:
+    for piece in _pieces(stream):
         unmarked, *marked = MARK.split(piece)
-        of_ranks = [(b"[%b] " % rank, text) for rank, text in zip(marked[::2], marked[1::2])]
-        for rank, text in [(prefix, unmarked), *of_ranks]:
+        ranks = [rank, *(b"[%b] " % number for number in marked[::2])]
+        for rank, text in zip(ranks, [unmarked, *marked[1::2]]):
             begun[rank] += text
-            if text.endswith(b"\n") and not GREETING.match(line := begun.pop(rank)):
-                yield rank + line
+            if begun[rank].endswith(LINE_ENDS) or len(begun[rank]) > LONGEST:
+                line = begun.pop(rank)
+                if not GREETING.match(line):
+                    yield rank + line
     yield from (rank + line for rank, line in begun.items() if line)
+
+
+def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
+    """Splits output after each line end, and never inside of a mark."""
+    rest = b""
+    while data := os.read(stream.fileno(), LONGEST):
+        data = rest + data
+        mark = data.rfind(b"\x1e", -MARK_BYTES)
+        whole = len(data) if mark < 0 or b"\x1f" in data[mark:] else mark
+        rest = data[whole:]
+        yield from data[:whole].splitlines(keepends=True)
+    yield rest
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:

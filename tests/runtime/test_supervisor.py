@@ -63,6 +63,24 @@ def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFi
     assert sorted(err.splitlines()) == ["[0] 2", "[1] 2"]
 
 
+def test_a_progress_bar_is_shown_as_it_grows_and_a_long_line_in_pieces(capfd: pytest.CaptureFixture[str]):
+    bar = "[print(f'{k} %', end='\\r', flush=True) for k in (10, 20)]"
+    assert ends(capfd, bar, ranks=1) == (0, "10 %\r20 %\r", "")
+    code, out, _ = ends(capfd, "print('x' * 300_000)", ranks=2)
+    assert code == 0 and out.count("x") == 600_000 and out.count("[") > 2
+
+
+@pytest.mark.ranks
+def test_ranks_go_on_when_nothing_takes_their_output(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(f"for k in range(1000): print('x' * 100)\nopen({str(tmp_path / 'end')!r}, 'w')")
+    run = f"{sys.executable} -m fddp run --by processes -n 1 {script}"
+    for behind, words in (("> /dev/full", "No space left on device"), (">&-", ""), ("| true", "")):
+        done = subprocess.run(f"{run} {behind}", shell=True, env=os.environ | ENV, capture_output=True, text=True)
+        assert done.returncode == 0 and words in done.stderr, done.stderr
+        (tmp_path / "end").unlink()
+
+
 def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
