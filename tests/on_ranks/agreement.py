@@ -160,7 +160,7 @@ def a_batch_that_one_rank_lacks_is_an_error_on_all(group: fddp.Group):
 @claim()
 def a_batch_without_rows_on_one_rank_is_an_error_on_all(group: fddp.Group):
     message = step_error(group, np.zeros(0 if odd(group) else 4, np.float32))
-    assert f"rank {group.size - 1}: ValueError: a batch of 0 rows" in message
+    assert f"rank {group.size - 1}: ValueError: a batch has 0 rows" in message
 
 
 @claim()
