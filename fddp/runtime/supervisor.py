@@ -7,6 +7,7 @@ Source: torchrun, `torch.distributed.run`.
 """
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,6 +30,8 @@ from fddp.runtime.mpi_vendors import launchers
 LOOK_S = 0.05
 END_S = 10.0  # the watchers of a job end it sooner
 FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
+MARK = re.compile(rb"\x1e(\d+)\x1f")  # in front of each piece that MPICH's mpiexec passes on
+GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of XLA, which nothing silences
 ANSWER_S = 10.0
 PAUSE_S = 1.0  # between two starts: what a dead host held is let go
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
@@ -168,7 +172,8 @@ def _wait(processes: Sequence[subprocess.Popen], told: list[int], ending: thread
 def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
     program, vendor = job.mpiexec or ("mpiexec", None)
     ranks = job.on(hosts)
-    words = [program, "-n", str(ranks), "--tag-output" if vendor == "Open MPI" else "-prepend-rank"]
+    shows = ["--tag-output"] if vendor == "Open MPI" else ["-prepend-pattern", "\x1e%r\x1f"]
+    words = [program, "-n", str(ranks), *shows]
     if hosts and vendor == "Open MPI":
         words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]
     elif hosts:
@@ -193,10 +198,10 @@ def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Even
 
     def copy(lines: IO[bytes], out: IO[bytes]) -> None:
         with lines:
-            for line in lines:
+            for line in _of_each_rank(lines, prefix.encode()):
                 if FLIGHT in line:
                     ending.set()
-                out.write(prefix.encode() + line)  # one write: lines of several ranks do not mix
+                out.write(line)  # one write: lines of several ranks do not mix
                 out.flush()
 
     streams = [(process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)]
@@ -204,6 +209,21 @@ def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Even
     for thread in threads:
         thread.start()
     return threads
+
+
+def _of_each_rank(pieces: IO[bytes], prefix: bytes) -> Iterator[bytes]:
+    """Whole lines with their rank in front, of pieces of lines that mpiexec marks with the rank; without greetings."""
+    begun = defaultdict[bytes, bytes](bytes)
+    for piece in pieces:
+        unmarked, *marked = MARK.split(piece)
+        for rank, text in [
+            (prefix, unmarked),
+            *((b"[%b] " % rank, text) for rank, text in zip(marked[::2], marked[1::2])),
+        ]:
+            begun[rank] += text
+            if text.endswith(b"\n") and not GREETING.match(line := begun.pop(rank)):
+                yield rank + line
+    yield from (rank + line for rank, line in begun.items() if line)
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -68,6 +68,22 @@ def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(
     assert "run: what? Give a script, train.py say" in capfd.readouterr().err
 
 
+@pytest.mark.ranks
+def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(capfd: pytest.CaptureFixture[str]):
+    write = "rank = os.environ['PMI_RANK']; [(os.write(1, text), time.sleep(0.05)) for text in pieces]"
+    pieces = "pieces = [b'10 s ', b'so far', b'\\n', b'loss [1] 0.5\\nend ', b'without a newline']"
+    code, out, _ = ends(capfd, f"{pieces}; {write}", ranks=2, mpiexec=launcher("MPICH"))
+    lines = [
+        f"[{rank}] {line}" for rank in range(2) for line in ("10 s so far", "end without a newline", "loss [1] 0.5")
+    ]
+    assert (code, sorted(out.replace("newline[", "newline\n[").splitlines())) == (0, lines)
+
+
+def test_greetings_of_gloo_are_not_shown(capfd: pytest.CaptureFixture[str]):
+    greets = "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1')"
+    assert ends(capfd, f"{greets}; print('trained')", ranks=1) == (0, "trained\n", "")
+
+
 def test_one_rank_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]):
     assert ends(capfd, "print('out')", ranks=1) == (0, "out\n", "")
 
@@ -92,7 +108,7 @@ def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     """It waits for those behind a wire that is cut."""
     monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
     stays = tmp_path / "mpiexec"
-    stays.write_text('#!/bin/sh\nshift 3\n"$@"\nexec sleep $LONG\n')
+    stays.write_text('#!/bin/sh\nshift 4\n"$@"\nexec sleep $LONG\n')
     stays.chmod(0o755)
     says = "print('fddp: `python -m fddp flight /tmp/x` tells what each rank sent last.')"
     monkeypatch.setenv("LONG", "600")
