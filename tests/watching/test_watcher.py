@@ -131,6 +131,15 @@ def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
     assert ended is not None and ended.end and "for 200 s" in ended.words
 
 
+def test_a_rank_that_waits_in_another_call_after_one_step_is_named_too():
+    early = rank(0, steps=1, still=2.0, together=True, doing="broadcast", calls=5)
+    verdict = conclude(early, waiting(1, 0.6) | {"steps": 2, "calls": 4, "doing": ""}, stall_s=0.5)
+    assert verdict is not None
+    assert verdict.words == (
+        "nothing has moved for 0.5 s: rank 1 is in step 2 for bucket 2; rank 0 waits in broadcast after step 1"
+    )
+
+
 def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
     compiles = waiting(1, 30.0) | {"doing": "step", "sending": "", "messages": 104}
     verdict = conclude(waiting(0, 30.0), compiles)
@@ -461,6 +470,12 @@ def test_a_training_that_ends_well_ends_without_a_word(backend: str, size: int, 
     assert outcome.succeeded
     time.sleep(AFTER_S)
     assert written(tmp_path, size) == ("trained\n",) * size
+
+
+@on_ranks("backend, size", slow=[(MPI,), (GLOO,)])
+def test_a_rank_that_raises_leaves_a_record_of_its_messages(backend: str, size: int, tmp_path: Path):
+    broken(tmp_path, backend, size, "raise")
+    assert (tmp_path / "flight" / f"rank_{size - 1}.json").exists()
 
 
 @on_ranks("backend, size, how", (GLOO, "at_once"), slow=[(GLOO, "raise_exit")])

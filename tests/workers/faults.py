@@ -32,6 +32,7 @@ HOW: dict[str, Callable[[], object]] = {
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
     "spin": spin,
     "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "raise": lambda: [][0],
     "pause": lambda: time.sleep(PAUSE_S),
 }
 

@@ -23,7 +23,7 @@ from .links import EVERY_S, Links, lines, meet, ready, say, send, wait_for_other
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, reader
 from .remarks import remarks
-from .shared_memory import PROPOSAL, SIZE, VERDICT
+from .shared_memory import FAILED, PROPOSAL, SIZE, VERDICT
 from .verdicts import Verdict, judge, judge_alone, unheard
 
 STOP_S = 1.5  # so long until all ranks have heard where they are to stop
@@ -191,8 +191,12 @@ def _end(watch: Watch, *, abort: bool) -> None:
 def _has_ended(watch: Watch) -> bool:
     """Whether its rank has ended or left, and rank 0's watcher has no other to wait for."""
     gone = watch.own.get("gone")
-    over = gone and (watch.own["done"] or watch.now > gone + LAST_S)
-    return bool(watch.own.get("left") or over) and (watch.rank > 0 or not watch.links)
+    # The watcher of a rank that failed records its messages if rank 0 finds that it failed alone.
+    expects = watch.links and watch.own.get("doing") == FAILED
+    over = gone and ((watch.own["done"] and not expects) or watch.now > gone + LAST_S)
+    reports = watch.reports.values()
+    all_over = len(reports) == watch.job["size"] and all(one["done"] and one["gone"] for one in reports)
+    return all_over or (bool(watch.own.get("left") or over) and (watch.rank > 0 or not watch.links))
 
 
 def stop_of(reports: Mapping[int, Mapping[str, Any]], stop: Stop) -> Stop:
