@@ -16,7 +16,7 @@ import numpy as np
 
 from fddp.checkpoints.folder import located, met, on_all
 from fddp.checkpoints.host_arrays import laid
-from fddp.checkpoints.restoring import newest, source
+from fddp.checkpoints.restoring import newest, report_restored, source
 from fddp.checkpoints.saving import sweep, taken, written
 from fddp.checkpoints.state_forms import named
 from fddp.comm import Group
@@ -169,6 +169,7 @@ class Checkpoints:
         read = source(self._folder, number, listed)
         on_all(self._folder, lambda: check_state(state))
         state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
+        report_restored(self._folder, number, listed)
         self._step.training.number = number
         self._last = number
         group.journal.goes_on(number)

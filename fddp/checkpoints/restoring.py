@@ -9,6 +9,7 @@ import numpy as np
 
 from fddp.checkpoints.files import Listed, numbers, read_list, wrong
 from fddp.checkpoints.folder import Folder, on_rank_0, say
+from fddp.checkpoints.state_forms import part_of_state
 from fddp.checkpoints.stored_arrays import Read, reader
 
 # The number of a checkpoint, and its list.
@@ -53,16 +54,7 @@ def newest(folder: Folder, wait: Callable[[], Any]) -> Found | None:
 
 
 def source(folder: Folder, number: int, listed: Listed) -> Read:
-    """Makes a function that reads ranges of a checkpoint's arrays; every rank calls it.
-
-    Args:
-      folder: the checkpoints.
-      number: of the checkpoint.
-      listed: its list.
-
-    Returns:
-      The function; where rank 0 alone sees the folder, it reads in what rank 0 has handed round.
-    """
+    """Makes a function that reads ranges of a checkpoint's arrays; where rank 0 alone sees the folder, from rank 0."""
     read = reader(folder.path / str(number), listed.forms)
     if folder.shared:
         return read
@@ -93,11 +85,15 @@ def _wrong(folder: Folder, number: int, listed: Listed | str) -> str:
 def _tell(folder: Folder, found: Found | None, damaged: Sequence[str], begun: Sequence[int]) -> None:
     if begun:
         say(f"checkpoints in {folder.path} that were not finished, and count as none: step {begun}.")
-    if found is None:
-        return
-    number, listed = found
-    if damaged:
+    if found and damaged:
         say(f"checkpoints in {folder.path} that are not whole: {'; '.join(damaged)}.")
+
+
+def report_restored(folder: Folder, number: int, listed: Listed) -> None:
+    """Reports on rank 0 where training goes on, and what is lost on another number of replicas."""
+    if folder.group.rank != 0:
+        return
     say(f"training goes on from step {number}, from {folder.path}.")
     if (before := listed.told["replicas"]) != folder.group.size:
-        say(f"it was on {before} replicas and is on {folder.group.size}; what hooks remember starts anew.")
+        hooks = "; the memory of hooks starts again" * any(part_of_state(name) == "hook_state" for name in listed.forms)
+        say(f"it was on {before} replicas and is on {folder.group.size}{hooks}.")

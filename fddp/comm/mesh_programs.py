@@ -14,8 +14,8 @@ from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS, over_axes
 
 # By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without any limit, on GPU up to 30
 # MiB. XLA:CPU drops barriers before it puts instructions in order; ranks whose programs differ would then call
-# collectives in different orders. It compiles loops of less than 1 KiB as small calls, and aborts at a barrier inside of
-# such a loop (`jax.checkpoint` in a scan). On GPUs before Hopper XLA's scheduler overlaps nothing by default.
+# collectives in different orders. It compiles loops of less than 1 KiB as small calls, and aborts at a barrier in such
+# a loop (`jax.checkpoint` in a scan). On GPUs before Hopper XLA's scheduler overlaps nothing by default.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"}
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",

@@ -52,5 +52,6 @@ def used_up() -> ValueError:
     """Makes the error of a step that is given a donated state."""
     return ValueError(
         "this state is used up: a step that was given it has used its memory for the next one. Go on with the state "
-        "that the step returned, or make the step with donate=False to use a state several times."
+        "that the step returned, or make the step with donate=False to use a state several times. After a step that "
+        "was interrupted, go on from the newest checkpoint."
     )

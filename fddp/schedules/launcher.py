@@ -217,16 +217,10 @@ class Launcher:
 
 
 def own_lane(group: Group) -> tuple[Group, bool]:
-    """Gives the same replicas another communicator, for messages that leave between two steps.
+    """The same replicas on another communicator, and whether its messages may be under way with others.
 
-    Such messages belong to no step that may be tried again.
-
-    Args:
-      group: the replicas.
-
-    Returns:
-      The group, and whether its messages may be under way beside others. They may not where there is no second
-      communicator. Nor may they on GPUs: each has one queue for what several threads launch, in any order.
+    It needs a second communicator, and no GPUs: each has one queue for what several threads launch, in any order. Its
+    messages belong to no step that may be tried again.
     """
     own = group.lane.carriers(group.transport, group.clone)
     lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from fddp.jaxpr import is_used_up
+from fddp.jax_internals import given_away
+from fddp.jaxpr import is_used_up, used_up
 from fddp.losses import Pending
 from fddp.schedules import Promise
 
@@ -42,7 +44,10 @@ class TrainState(NamedTuple):
     """A random key; None without."""
 
     def __getattribute__(self, name: str) -> Any:
-        return _there(tuple.__getattribute__(self, name))
+        part = _there(tuple.__getattribute__(self, name))
+        if name == "step" and isinstance(part, jax.Array) and not isinstance(part, Tracer) and given_away(part):
+            raise used_up()  # as after an interrupt in the middle of a step
+        return part
 
     def __iter__(self) -> Iterator[Any]:
         return map(_there, tuple.__iter__(self))

@@ -366,12 +366,33 @@ def test_if_the_last_could_not_be_written_closing_says_so(
 ### Another training
 
 
+def test_without_hooks_a_restored_training_reports_none_and_a_refused_one_nothing(
+    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    def opened(replicas: int, optimizer: Any) -> tuple[fddp.TrainState, fddp.Checkpoints]:
+        step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optimizer, group=group(replicas))
+        return step.init(np.float32(1)), fddp.Checkpoints(tmp_path, step)
+
+    state, checkpoints = opened(2, optax.sgd(0.1))
+    with checkpoints:
+        checkpoints.save(state, now=True)
+    state, checkpoints = opened(4, optax.adam(0.1))
+    with pytest.raises(ValueError, match="opt_state"):
+        checkpoints.restore(state)
+    assert "training goes on" not in capfd.readouterr().err
+    state, checkpoints = opened(4, optax.sgd(0.1))
+    checkpoints.restore(state)
+    assert capfd.readouterr().err.endswith("it was on 2 replicas and is on 4.\n")
+
+
 def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
     trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str], restored: Restored
 ):
     _, there = restored(trained, group(2))
     step, state = restored(trained, group(4))
-    assert "it was on 2 replicas and is on 4" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "it was on 2 replicas and is on 4" in said
+    assert ("; the memory of hooks starts again." in said) == bool(jax.tree.leaves(state.hook_state))
     here, there = (fddp.whole(one._replace(hook_state=())) for one in (state, there))
     assert bits(here) == bits(there)
     assert not any(np.any(left) for left in jax.tree.leaves(state.hook_state))

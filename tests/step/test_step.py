@@ -185,7 +185,7 @@ def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
     step = fddp.train_step(square, optax.adam(0.1), group=group(n), schedule=schedule)
     state = step.init(np.ones(16, np.float32))
     later, _ = step(state, X[:, None])
-    for call in (step, step.no_sync, lambda state, x: step.measure(state, [x])):
+    for call in (step, step.no_sync, lambda state, x: step.measure(state, [x]), lambda state, x: int(state.step)):
         with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
             call(state, X[:, None])
     step(later, X[:, None])
