@@ -5,6 +5,8 @@ from concurrent.futures import Executor, Future, wait
 
 from fddp.comm.transport import Transport
 
+Clone = Callable[[int], tuple[Transport, ...]]
+
 
 class Lane:
     """Jobs that send messages after the step that added them has returned.
@@ -16,13 +18,13 @@ class Lane:
 
     def __init__(self) -> None:
         self._last: Future[None] | None = None
-        self._carriers = dict[Transport, tuple[Transport, ...]]()
+        self._carriers = dict[tuple[Transport, Clone], tuple[Transport, ...]]()
 
-    def carriers(self, transport: Transport, clone: Callable[[int], tuple[Transport, ...]]) -> tuple[Transport, ...]:
+    def carriers(self, transport: Transport, clone: Clone) -> tuple[Transport, ...]:
         """Clones a transport once for all steps: MPI has about 2,000 communicators, and none is freed."""
-        if transport not in self._carriers:
-            self._carriers[transport] = clone(2)
-        return self._carriers[transport]
+        if (transport, clone) not in self._carriers:
+            self._carriers[transport, clone] = clone(2)
+        return self._carriers[transport, clone]
 
     def add(self, thread: Executor, job: Callable[..., None], *args: object) -> Future[None]:
         """Begins a job on a thread when the previous job is over, even if that failed; the future is done with it."""

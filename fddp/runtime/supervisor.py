@@ -6,7 +6,6 @@ again by themselves (Slurm's requeue, Kubernetes' JobSet) do not need this.
 Source: torchrun, `torch.distributed.run`.
 """
 
-import ctypes
 import os
 import re
 import shlex
@@ -37,8 +36,6 @@ MARK_BYTES = 12
 LINE_ENDS = (b"\n", b"\r")  # a progress bar ends its lines with the second
 LONGEST = 2**16
 GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of XLA, which nothing silences
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
 ANSWER_S = 10.0
 PAUSE_S = 1.0  # between two starts: what a dead host held is let go
 
@@ -198,13 +195,7 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
     )
-
-
-def _end_with_parent() -> None:
-    """In a child that is about to start: the kernel ends it when this supervisor is killed."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event) -> list[threading.Thread]:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -39,21 +38,6 @@ def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[in
 
 
 ### Processes of our own, without JAX
-
-
-@pytest.mark.ranks
-def test_no_rank_outlives_a_supervisor_that_is_killed(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    words = [sys.executable, "-m", "fddp", "run", "--by", "processes", "-n", "2", str(script)]
-    with subprocess.Popen(words, env=os.environ | ENV, stdout=subprocess.PIPE, text=True) as supervisor:
-        assert supervisor.stdout is not None
-        ends = [os.pidfd_open(int(supervisor.stdout.readline().split()[1])) for _ in range(2)]
-        supervisor.kill()
-        ended = [select.select([end], [], [], 60)[0] for end in ends]
-    for end in ends:
-        os.close(end)
-    assert all(ended)
 
 
 def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFixture[str]):
