@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from fddp.comm import SECRET, new_secret
@@ -206,12 +207,14 @@ def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Even
             for line in _of_each_rank(stream, prefix.encode()):
                 if FLIGHT in line:
                     ending.set()
+                if out is None:
+                    continue
                 try:
-                    if out:
-                        out.write(line)  # one write: lines of several ranks do not mix
-                        out.flush()
+                    out.write(line)  # one write: lines of several ranks do not mix
+                    out.flush()
                 except OSError as error:  # a full disk, or a reader that has left: the ranks go on
-                    out = None
+                    with Path(os.devnull).open("wb") as nowhere:
+                        os.dup2(nowhere.fileno(), out.fileno())  # also for what the buffer still holds
                     with suppress(OSError):
                         _say(f"what the ranks print is lost from here on: {error.strerror}.")
 
