@@ -38,7 +38,7 @@ class Guest(NamedTuple):
     rank: int
     host: str
     address: str
-    """The address of rank 0 at which it came in."""
+    """The address of rank 0 at which it was reached."""
     challenges: tuple[str, str]
     """Numbers of rank 0 and of the guest, which its call and the answer are signed with."""
 
@@ -47,22 +47,24 @@ Guests = dict[socket.socket, Guest]
 """The ranks that have come, by the connections that they hold."""
 
 
-def receive(came: Guests, size: int, place: tuple[str, int], end: float, own: str, job: str) -> tuple[str, Meeting]:
-    """Lets the others in until all have come; then tells each to go, or what is wrong."""
+def receive(
+    guests: Guests, size: int, place: tuple[str, int], end: float, refusal: str, job: str
+) -> tuple[str, Meeting]:
+    """Lets the other ranks in until all have called; then sends each of them the place, or the problem."""
     try:
-        found = _open(came, size, place, end, job)
-        problem = f"rank 0: {own}" if own else found
-        theirs, meeting = _places(came, place[1])
+        problem = _open(guests, size, place, end, job)
+        problem = f"rank 0: {refusal}" if refusal else problem
+        theirs, meeting = _places(guests, place[1])
         answer = f"{STOP}{problem}" if problem else f"{GO}{theirs}"
-        for guest, (*_, challenges) in came.items():
-            _tell(guest, f"{signature(job, *challenges, answer)} {answer}\n")
+        for guest, (*_, challenges) in guests.items():
+            _send(guest, f"{signature(job, *challenges, answer)} {answer}\n")
         return problem or answer, meeting
     finally:
-        for guest in came:
+        for guest in guests:
             guest.close()
 
 
-def _open(came: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str | None:
+def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str | None:
     allow_files(size)
     try:
         door = _listen(*place)
@@ -78,10 +80,10 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float, job: str)
             callers.pop(caller, None)
             caller.close()
 
-        while len(came) < size - 1:
+        while len(guests) < size - 1:
             left = end - time.monotonic()
             if left <= 0:
-                problem = problem or f"{missing(came, size)} in time"
+                problem = problem or f"{missing(guests, size)} in time"
                 break
             for caller in [key.fileobj for key, _ in watch.select(left)]:
                 if caller is door:
@@ -94,25 +96,25 @@ def _open(came: Guests, size: int, place: tuple[str, int], end: float, job: str)
                         continue
                     callers[caller] = new_secret()
                     watch.register(caller, selectors.EVENT_READ)
-                    _tell(caller, f"fddp: {callers[caller]}\n")
+                    _send(caller, f"fddp: {callers[caller]}\n")
                 elif isinstance(caller, socket.socket) and caller.fileno() >= 0:  # not dropped
-                    found = _hear(caller, callers.pop(caller, ""), came, size, job)
-                    if found and not problem:
-                        problem = found
+                    refusal = _read_call(caller, callers.pop(caller, ""), guests, size, job)
+                    if refusal and not problem:
+                        problem = refusal
                         end = min(end, time.monotonic() + TELL_S)  # ranks that come later are to hear of it too
-                    if caller not in came:
+                    if caller not in guests:
                         drop(caller)
         for caller in callers:
             caller.close()
     return problem
 
 
-def _hear(caller: socket.socket, challenge: str, came: Guests, size: int, job: str) -> str | None:
-    """Notes the rank that has called; returns what is wrong. A rank calls once: if it is heard again, it has left.
+def _read_call(caller: socket.socket, challenge: str, guests: Guests, size: int, job: str) -> str | None:
+    """Notes the rank that has called; returns the problem, if any. A rank calls once: a second message means it left.
 
     A stranger is no problem.
     """
-    came.pop(caller, None)
+    guests.pop(caller, None)
     try:
         called = CALL.fullmatch(caller.recv(MOST).decode(errors="replace"))
     except OSError:
@@ -120,14 +122,14 @@ def _hear(caller: socket.socket, challenge: str, came: Guests, size: int, job: s
     if called is None:
         return None
     if not signed(called[1], job, challenge, called[2], called[3]):
-        _tell(caller, OTHER)
+        _send(caller, OTHER)
         return None
     rank = int(called[4])
     its_size = int(called[5])
     if not 1 <= rank < max(size, its_size):
         return None
-    double = rank in [guest.rank for guest in came.values()]
-    came[caller] = Guest(rank, called[6], caller.getsockname()[0], (challenge, called[2]))
+    double = rank in [guest.rank for guest in guests.values()]
+    guests[caller] = Guest(rank, called[6], caller.getsockname()[0], (challenge, called[2]))
     if its_size != size:
         return f"rank 0 says that there are {size} processes, rank {rank} that there are {its_size}"
     if double:
@@ -135,9 +137,9 @@ def _hear(caller: socket.socket, challenge: str, came: Guests, size: int, job: s
     return f"rank {rank}: {printable(called[7])}" if called[7] else None
 
 
-def missing(came: Guests, size: int) -> str:
-    """Whom rank 0 still waits for."""
-    present = {guest.rank for guest in list(came.values()) if guest.rank < size}
+def missing(guests: Guests, size: int) -> str:
+    """Names the ranks that rank 0 still waits for."""
+    present = {guest.rank for guest in list(guests.values()) if guest.rank < size}
     count = size - 1 - len(present)
     first = ", ".join(map(str, islice((rank for rank in range(1, size) if rank not in present), 8)))
     more = f" and {count - 8} more" if count > 8 else ""
@@ -145,12 +147,12 @@ def missing(came: Guests, size: int) -> str:
     return f"rank{several} {first}{more} of {size} ha{'ve' if several else 's'} not come" if count else ""
 
 
-def _places(came: Guests, port: int) -> tuple[str, Meeting]:
+def _places(guests: Guests, port: int) -> tuple[str, Meeting]:
     """Where the guests reach JAX's service, '' where they reached rank 0; and its place for rank 0."""
     loopback = f"127.0.0.1:{port}"
-    if all(guest.host == own_host() for guest in came.values()):
+    if {guest.host for guest in guests.values()} <= {own_host()}:
         return loopback, Meeting(loopback, loopback)
-    addresses = {guest.address for guest in came.values()}
+    addresses = {guest.address for guest in guests.values()}
     if len(addresses) > 1 or "%" in (address := addresses.pop()):  # the address of a link alone
         return "", Meeting(loopback, f"[::]:{port}")
     # Rank 0 does not look its name up, which may lead to another of its addresses.
@@ -170,7 +172,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), backlog=1024)
 
 
-def _tell(guest: socket.socket, message: str) -> None:
+def _send(guest: socket.socket, message: str) -> None:
     try:
         guest.sendall(message.encode())
     except OSError:  # it has just left, and JAX's service will find out

@@ -55,9 +55,9 @@ def meet(rank: int, size: int, coordinator: str, timeout_s: float, problem: str 
         if found.startswith(GO):
             meeting = Meeting(found.removeprefix(GO) or coordinator, "")
     else:
-        came: Guests = {}
-        with says(lambda: f"rank 0 waits at {coordinator}: {missing(came, size)}"):
-            found, meeting = receive(came, size, place, end, problem, job)
+        guests: Guests = {}
+        with says(lambda: f"rank 0 waits at {coordinator}: {missing(guests, size)}"):
+            found, meeting = receive(guests, size, place, end, problem, job)
     if not found.startswith(GO):
         raise RuntimeError(f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: {found}.")
     return meeting
