@@ -1,6 +1,7 @@
 """Collectives of Python's own objects, which travel as pickles of any size.
 
-Reading a pickle runs the code in it, so pickles travel only among the ranks of one job, which trust each other.
+Reading a pickle runs the code in it. The ranks of one job trust each other, and each pickle is signed with the job's
+secret: a process without the secret cannot make the ranks run anything.
 
 Source: `all_gather_object` and `broadcast_object_list` in PyTorch's `distributed_c10d.py`. Unlike there, an object that
 cannot be pickled, or read, is the same error on every rank.
@@ -14,11 +15,13 @@ import numpy as np
 
 from fddp.comm.agreement import verify
 from fddp.comm.allgatherv import gather_bytes
+from fddp.comm.secret import SECRET, signature, signed
 
 if TYPE_CHECKING:  # a group has them as methods
     from fddp.comm.group import Group
 
 Made = TypeVar("Made")
+DIGITS = len(signature())  # in front of a pickle
 
 
 def all_gather_object(group: "Group", obj: Any) -> list[Any]:
@@ -68,16 +71,22 @@ def _alike(group: "Group", said: str, make: Callable[[], Made]) -> Made:
 
 def _pickled(call: str, obj: Any) -> bytes:
     try:
-        return pickle.dumps(obj)
+        data = pickle.dumps(obj)
     except Exception as error:  # whatever the object's own code raises
         raise TypeError(
             f"group.{call} sends pickles, and this {type(obj).__name__} cannot be pickled ({error}): give numbers, "
             "strings, arrays, or containers of them."
         ) from error
+    return signature(data).encode() + data
 
 
 def _read(call: str, rank: int, data: bytes) -> Any:
+    signed_by, pickled = data[:DIGITS].decode(errors="replace"), data[DIGITS:]
+    if not signed(signed_by, pickled):
+        raise ValueError(
+            f"group.{call}: rank {rank} signed its object with another secret: give all ranks the same {SECRET}."
+        )
     try:
-        return pickle.loads(data)
+        return pickle.loads(pickled)
     except Exception as error:  # a class that this process does not have, say
         raise ValueError(f"group.{call} cannot read here what rank {rank} sent: {error}.") from error

@@ -1,5 +1,6 @@
 """Python's own objects, sent from rank to rank."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,19 @@ def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.
 def an_object_that_one_rank_cannot_read_is_an_error_on_every_rank(group: fddp.Group):
     said = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
     assert f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in said, said
+    assert group.broadcast_object("on") == "on"
+
+
+@claim()
+def an_object_that_is_signed_with_another_secret_is_not_read(group: fddp.Group):
+    if group.rank == group.size - 1:
+        os.environ["FDDP_SECRET"] = f"not {os.environ.get('FDDP_SECRET')}"
+    try:
+        said = error_of(lambda: group.broadcast_object(Found(0, []), root=0))
+    finally:
+        if group.rank == group.size - 1:
+            os.environ["FDDP_SECRET"] = os.environ["FDDP_SECRET"].removeprefix("not ")
+    assert "rank 0 signed its object with another secret: give all ranks the same FDDP_SECRET" in said, said
     assert group.broadcast_object("on") == "on"
 
 
