@@ -4,9 +4,17 @@ Source: `fr_trace`, which reads the dumps of PyTorch's flight recorder.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any
+
+from fddp.wording import printable
+
+RECORD = {"rank": int, "size": int, "why": str, "steps": int, "doing": str, "began": (float, int), "messages": list}
+MESSAGE = {"number": int, "step": int, "name": str, "nbytes": int, "took_s": (float, int, NoneType)}
+NAMED = 8  # ranks without a record
 
 
 def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -27,9 +35,9 @@ def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     records = [_record(file) for files in inside for file in files]
     if not records:
         raise ValueError(f"no record rank_*.json in {', '.join(map(str, paths)) or 'nothing'}.")
-    # A job is known by the time at which it began, by rank 0's clock; fddp 0.2 did not write it down.
-    newest = max(record.get("began", 0.0) for record in records)
-    newest_job = [record for record in records if record.get("began", 0.0) == newest]
+    # A job is known by the time at which it began, by rank 0's clock.
+    newest = max(record["began"] for record in records)
+    newest_job = [record for record in records if record["began"] == newest]
     return sorted(newest_job, key=lambda record: record["rank"])
 
 
@@ -51,7 +59,7 @@ def told(records: Sequence[dict[str, Any]]) -> str:
       rank 1: 1 steps, step; last message 0 of step 1: tail, 8 bytes, in 500.0 ms
       first difference, in message 0: rank 0 bucket 0, 8 bytes; rank 1 tail, 8 bytes
     """
-    return "\n".join(_lines(records))
+    return "\n".join(map(printable, _lines(records)))
 
 
 def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -60,9 +68,10 @@ def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         last = record["messages"][-1:]
         sent = [f"; last message {one['number']} of step {one['step']}: {_said(one)}, {_took(one)}" for one in last]
         yield f"rank {record['rank']}: {record['steps']} steps, {record['doing']}{''.join(sent) or '; no message'}"
-    missing = sorted(set(range(records[0]["size"])) - {record["rank"] for record in records})
+    present = {record["rank"] for record in records}
+    missing = [*islice((rank for rank in range(records[0]["size"]) if rank not in present), NAMED + 1)]
     if missing:
-        yield f"no record of rank {', '.join(map(str, missing))}"
+        yield f"no record of rank {', '.join(map(str, missing[:NAMED]))}{', …' * (len(missing) > NAMED)}"
     yield _difference(records)
 
 
@@ -70,7 +79,7 @@ def _difference(records: Sequence[dict[str, Any]]) -> str:
     """The first message that not all ranks sent alike, of those that are kept."""
     rings = {record["rank"]: {one["number"]: one for one in record["messages"]} for record in records}
     kept = max((min(ring) for ring in rings.values() if ring), default=0)
-    for number in range(kept, max((max(ring) + 1 for ring in rings.values() if ring), default=0)):
+    for number in sorted({number for ring in rings.values() for number in ring if number >= kept}):
         sent = {rank: ring.get(number) for rank, ring in rings.items()}
         words = {rank: _said(one) if one else "not sent" for rank, one in sent.items()}
         if len(set(words.values())) > 1:
@@ -92,8 +101,15 @@ def _took(one: dict[str, Any]) -> str:
 def _record(file: Path) -> dict[str, Any]:
     try:
         record = json.loads(file.read_text())
-        if {"rank", "size", "why", "steps", "doing", "messages"} <= set(record):
-            return record
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no record of a rank: {error}.") from None
-    raise ValueError(f"{file} is no record of a rank.")
+    if isinstance(record, dict):
+        record.setdefault("began", 0.0)  # fddp 0.2 did not write it down
+    if not _has(record, RECORD) or not all(_has(one, MESSAGE) for one in record["messages"]):
+        raise ValueError(f"{file} is no record of a rank.")
+    return record
+
+
+def _has(record: Any, fields: Mapping[str, Any]) -> bool:
+    """Whether a value is a mapping with fields of these types."""
+    return isinstance(record, dict) and all(isinstance(record.get(name, ...), kind) for name, kind in fields.items())

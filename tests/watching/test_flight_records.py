@@ -1,12 +1,16 @@
 """Records of a job that ended: `python -m fddp flight`."""
 
 import json
+from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fddp.watching.flight_records import read_flights, told
+from fddp.watching.watcher.rank import record as write_record
+from fddp.watching.watcher.shared_memory import SIZE
 
 
 def message(number: int, name: str = "bucket 0", nbytes: int = 8, took_s: float | None = 0.001) -> dict[str, Any]:
@@ -66,8 +70,40 @@ def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
     assert [one["rank"] for one in read_flights([tmp_path])] == [0, 1]
     with pytest.raises(ValueError, match="no record"):
         read_flights([tmp_path / "rank_0.json", tmp_path.parent / "nothing.json"])
-    (tmp_path / "rank_2.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"rank_2.json is no record of a rank"):
-        read_flights([tmp_path])
+    messages = {"messages": [{"number": "1"}]}
+    for text in (
+        "{}",
+        "5",
+        "[1]",
+        "[" * 9_000,
+        json.dumps(record(2) | messages),
+        json.dumps(record(2) | {"size": "2"}),
+    ):
+        (tmp_path / "rank_2.json").write_text(text)
+        with pytest.raises(ValueError, match=r"rank_2.json is no record of a rank"):
+            read_flights([tmp_path])
     with pytest.raises(ValueError, match="no record"):
         read_flights([])
+
+
+def test_a_record_of_huge_numbers_and_codes_for_the_terminal_is_told_in_few_words():
+    first = record(0, message(0), message(10**12), size=10**12) | {"why": "\x1b[2Jrank 1 died"}
+    lines = told([first, record(5, message(0), size=10**12)]).splitlines()
+    assert lines[0] == "the job ended: ?[2Jrank 1 died"
+    assert "no record of rank 1, 2, 3, 4, 6, 7, 8, 9, …" in lines
+    assert lines[-1].startswith("first difference, in message 1000000000000: rank 0 bucket 0")
+
+
+def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path: Path):
+    folder, other = tmp_path / "flight", tmp_path / "other"
+    job = {"rank": 0, "size": 1, "flight": str(folder), "began": 1.0}
+    own = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
+    write = partial(write_record, mmap(-1, SIZE), job, own, "rank 0 died")
+    write()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "rank_0.json").unlink()
+    other.write_text("mine")
+    (folder / "rank_0.json").symlink_to(other)
+    write()
+    assert other.read_text() == "mine"
+    assert [one["why"] for one in read_flights([folder])] == ["rank 0 died"]

@@ -128,5 +128,8 @@ def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: 
     told = own | {"size": job["size"], "why": words, "began": job["began"]}
     with suppress(OSError):
         folder = Path(job["flight"])
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank_{job['rank']}.json").write_text(json.dumps(told | {"messages": sent}, indent=1))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = folder / f"{job['rank']}.{os.getpid()}"
+        with fresh.open("x") as file:  # another user's link at either name is not followed
+            json.dump(told | {"messages": sent}, file, indent=1)
+        fresh.replace(folder / f"rank_{job['rank']}.json")
