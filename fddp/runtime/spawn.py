@@ -26,6 +26,7 @@ import jax
 
 from fddp.comm import leave
 from fddp.runtime.launchers import worlds
+from fddp.runtime.signals import collected
 from fddp.runtime.world import fails
 from fddp.wording import check_seconds, check_whole
 
@@ -34,6 +35,7 @@ CAME = "came"
 DONE = "done"
 FAILED = "failed"
 END_S = 10.0  # so long a rank that has failed waits to be ended
+SIGNAL_S = 0.1  # between two looks for signals
 LOOK_S = 0.01  # between two looks at a rank that seems to have ended
 WATCHERS_S = 4.0  # so long the watchers have to say where a rank has died
 
@@ -84,13 +86,14 @@ def launch(fn: Callable[..., Result], processes: int, *args: Any, timeout_s: flo
     work = _pickled(fn, args)
     end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     ranks = list[Rank]()
-    try:
-        for world in worlds(processes):
-            ranks.append(_start(work, world))
-        return _results(ranks, end, timeout_s)
-    finally:
-        for rank in ranks:
-            _end(rank)
+    with collected(*_interrupts()) as signals:
+        try:
+            for world in worlds(processes):
+                ranks.append(_start(work, world))
+            return _results(ranks, end, timeout_s, signals)
+        finally:
+            for rank in ranks:
+                _end(rank)
 
 
 ### The process that calls
@@ -144,19 +147,28 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _results(ranks: Sequence[Rank], end: float, timeout_s: float | None) -> list[Any]:
-    """Waits until all ranks have ended well."""
+def _interrupts() -> list[int]:
+    """The signals that Python would turn into a KeyboardInterrupt here."""
+    in_main = threading.current_thread() is threading.main_thread()
+    python = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return [signal.SIGINT] if in_main and python else []
+
+
+def _results(ranks: Sequence[Rank], end: float, timeout_s: float | None, signals: Sequence[int]) -> list[Any]:
+    """Waits until all ranks have ended well, or a signal interrupts this process."""
     size = len(ranks)
     results = dict[int, Any]()
     came = set[int]()
     silent = set[int]()  # ranks whose pipe is at its end
     while left := [k for k, rank in enumerate(ranks) if k not in results or rank.process.exitcode is None]:
+        if signals:
+            raise KeyboardInterrupt
         if (seconds := end - time.monotonic()) <= 0:
             late = ", ".join(map(str, left))
             raise TimeoutError(f"fddp.launch(timeout_s={timeout_s:g}): ranks {late} of {size} have not ended in time.")
         doors = {ranks[k].door: k for k in left if k not in results and k not in silent}
         ends = {ranks[k].process.sentinel: k for k in left}
-        ready = wait([*doors, *ends], None if timeout_s is None else seconds)
+        ready = wait([*doors, *ends], min(seconds, SIGNAL_S))
         # What a rank has said counts before its end.
         for k in [doors[one] for one in ready if isinstance(one, Connection)]:
             try:

@@ -7,8 +7,8 @@ Source: torchrun, `torch.distributed.run`.
 """
 
 import os
-import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,28 +16,33 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
+from fddp.runtime.output import shown, tell
+from fddp.runtime.signals import collected
 
 LOOK_S = 0.05
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # of a scheduler, or of the keyboard
 END_S = 10.0  # the watchers of a job end it sooner
-FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
-MARK = re.compile(rb"\x1e(\d+)\x1f")  # in front of each piece that MPICH's mpiexec passes on
-MARK_BYTES = 12
-LINE_ENDS = (b"\n", b"\r")  # a progress bar ends its lines with the second
-LONGEST = 2**16
-GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of XLA, which nothing silences
 ANSWER_S = 10.0
+# Runs the command in this process's place; Linux ends it with the process that started it, even by SIGKILL.
+WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+libc = ctypes.CDLL(None)
+if hasattr(libc, "prctl"):
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(parent):
+    os.execvp(command[0], command)
+"""
 PAUSE_S = 1.0  # between two starts: what a dead host held is let go
 
 
@@ -95,7 +100,10 @@ def supervise(job: Job) -> int:
       The exit status: 0, or that of the first fault of the last run.
     """
     hosts = list(job.hosts)
-    with tempfile.TemporaryDirectory(prefix="fddp-run-") as folder, _told() as told:
+    with (
+        tempfile.TemporaryDirectory(prefix="fddp-run-") as folder,
+        collected(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as told,
+    ):
         # A restart need not compile programs again.
         env = {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
         for start in count():
@@ -103,14 +111,14 @@ def supervise(job: Job) -> int:
             if ended.code == 0 or told:
                 return ended.code
             if start == job.restarts:
-                _say(f"{ended.words}{', and all restarts are used up' if job.restarts else ''}.")
+                tell(f"{ended.words}{', and all restarts are used up' if job.restarts else ''}.")
                 return ended.code
             hosts = [host for host, there in zip(hosts, _answer(hosts)) if there]
             ranks = job.on(hosts)
             if ranks < job.least:
-                _say(f"{ended.words}, and with {ranks} ranks on the hosts that answer it is not started again.")
+                tell(f"{ended.words}, and with {ranks} ranks on the hosts that answer it is not started again.")
                 return ended.code
-            _say(f"{ended.words}: restart {start + 1} of {job.restarts}, with {ranks} ranks.")
+            tell(f"{ended.words}: restart {start + 1} of {job.restarts}, with {ranks} ranks.")
             time.sleep(PAUSE_S)
             if told:
                 return ended.code
@@ -135,7 +143,7 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], told: list[int]
         for command, world in zip(commands, variables):
             processes.append(_start(command, {**env, **world}))
         ending = threading.Event()
-        readers = [one for process, prefix in zip(processes, prefixes) for one in _shown(process, prefix, ending)]
+        readers = [one for process, prefix in zip(processes, prefixes) for one in shown(process, prefix, ending)]
         first = _wait(processes, told, ending)
     finally:
         for process in processes:  # also what a rank that is gone has started itself
@@ -188,9 +196,11 @@ def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"run: there is no command {command[0]!r} here.")
     # A session of its own: what a terminal sends comes here alone, and is passed on.
     return subprocess.Popen(
-        command,
+        [sys.executable, "-ISc", WITH_PARENT, str(os.getpid()), *command],
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -199,81 +209,11 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
     )
 
 
-def _shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event) -> list[threading.Thread]:
-    """Passes on what a process writes, each line with its rank in front; notes that the watchers end the job."""
-
-    def copy(stream: IO[bytes], out: IO[bytes] | None) -> None:
-        with stream:
-            for line in _of_each_rank(stream, prefix.encode()):
-                if FLIGHT in line:
-                    ending.set()
-                if out is None:
-                    continue
-                try:
-                    out.write(line)  # one write: lines of several ranks do not mix
-                    out.flush()
-                except OSError as error:  # a full disk, or a reader that has left: the ranks go on
-                    with Path(os.devnull).open("wb") as nowhere:
-                        os.dup2(nowhere.fileno(), out.fileno())  # also for what the buffer still holds
-                    with suppress(OSError):
-                        _say(f"what the ranks print is lost from here on: {error.strerror}.")
-
-    outs = [getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr)]  # a shell may close both
-    pairs = zip((process.stdout, process.stderr), outs)
-    threads = [threading.Thread(target=copy, args=pair, daemon=True) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _of_each_rank(stream: IO[bytes], rank: bytes) -> Iterator[bytes]:
-    """Whole lines with their rank in front, of pieces of lines that mpiexec marks with the rank; without greetings."""
-    begun = defaultdict[bytes, bytes](bytes)
-    for piece in _pieces(stream):
-        unmarked, *marked = MARK.split(piece)
-        ranks = [rank, *(b"[%b] " % number for number in marked[::2])]
-        for rank, text in zip(ranks, [unmarked, *marked[1::2]]):
-            begun[rank] += text
-            if begun[rank].endswith(LINE_ENDS) or len(begun[rank]) > LONGEST:
-                line = begun.pop(rank)
-                if not GREETING.match(line):
-                    yield rank + line
-    yield from (rank + line for rank, line in begun.items() if line)
-
-
-def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
-    """Splits output after each line end, and never inside of a mark."""
-    rest = b""
-    while data := os.read(stream.fileno(), LONGEST):
-        data = rest + data
-        mark = data.rfind(b"\x1e", -MARK_BYTES)
-        whole = len(data) if mark < 0 or b"\x1f" in data[mark:] else mark
-        rest = data[whole:]
-        yield from data[:whole].splitlines(keepends=True)
-    yield rest
-
-
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in processes:
         if process.poll() is None:
             # mpiexec ends its ranks itself; it cannot if it is killed.
             process.send_signal(number) if number != signal.SIGKILL else os.killpg(process.pid, number)
-
-
-@contextmanager
-def _told() -> Iterator[list[int]]:
-    """Collects the signals that come meanwhile, from a scheduler or the keyboard, to pass them on to the ranks."""
-    came = list[int]()
-    before = {
-        number: signal.signal(number, lambda number, frame: came.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN  # as nohup has it
-    }
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 ### Hosts
@@ -293,7 +233,3 @@ def _answers(host: str) -> bool:
         return subprocess.run([*ssh, host, "true"], stdin=subprocess.DEVNULL, timeout=ANSWER_S).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def _say(line: str) -> None:
-    print(f"fddp run: {line}", file=sys.stderr, flush=True)

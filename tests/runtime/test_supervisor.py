@@ -65,6 +65,26 @@ def test_ranks_go_on_when_nothing_takes_their_output(tmp_path: Path):
         (tmp_path / "end").unlink()
 
 
+def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, time\nopen(f'{tmp_path}/rank{{os.getpid()}}', 'w').close()\ntime.sleep(600)")
+    words = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", str(script)]
+    with subprocess.Popen(words, env=os.environ | ENV, stderr=subprocess.PIPE) as launcher:
+        until = time.monotonic() + 60
+        while len(ranks := list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        launcher.kill()
+    assert len(ranks) == 2
+    while alive := [rank for rank in ranks if Path("/proc", rank.name.removeprefix("rank")).exists()]:
+        assert time.monotonic() < until, alive
+        time.sleep(0.05)
+
+
+def test_a_command_that_is_not_there_is_refused():
+    done = run("-n", "2", "--by", "processes", "--", "no-such-command")
+    assert done.returncode == 2 and "there is no command 'no-such-command' here" in done.stderr
+
+
 def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
