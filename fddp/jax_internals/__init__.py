@@ -30,6 +30,7 @@ from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import cache_small_programs as cache_small_programs
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
 from fddp.jax_internals.configuration import context_mesh as context_mesh
+from fddp.jax_internals.configuration import staged_out as staged_out
 from fddp.jax_internals.configuration import transformed as transformed
 from fddp.jax_internals.configuration import with_configuration as with_configuration
 from fddp.jax_internals.configuration import without_context_mesh as without_context_mesh

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax._src import config, core, mesh
+from jax._src.interpreters import partial_eval
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -110,6 +111,16 @@ def cache_small_programs() -> float:
 def transformed() -> bool:
     """Whether this is inside of a function that JAX traces: under jit, grad, vmap and their like."""
     return not core.trace_state_clean()
+
+
+def staged_out(arguments: Any) -> bool:
+    """Whether JAX traces this call for a program that runs later, as under jit, but not for grad, vmap or shard_map.
+
+    Relies on `jax._src.interpreters.partial_eval`.
+    """
+    tracers = [x for x in jax.tree.leaves(arguments) if isinstance(x, core.Tracer)]
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return not manual and all(isinstance(x, partial_eval.DynamicJaxprTracer) for x in tracers)
 
 
 def context_mesh() -> jax.sharding.Mesh:

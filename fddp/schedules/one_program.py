@@ -104,7 +104,9 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
     def footprint(*given: Any) -> Footprint | None:
         return of_one_program(compile_to_read(lower(*given)))
 
-    return Runner(run, lower, None, make, footprint)
+    # A program inside of another one cannot have options for the compiler.
+    inside = program.__wrapped__ if group.placement.on_mesh else None  # pyright: ignore[reportAttributeAccessIssue]
+    return Runner(run, lower, None, make, footprint, inside=inside)
 
 
 def traced(

@@ -76,6 +76,8 @@ class Runner(NamedTuple):
     """Whether the step that is due waits for all processes of the group."""
     meet: Callable[[Any], Any] = lambda state: state
     """The state, once all islands that do not wait for each other have met; elsewhere the state as it is."""
+    inside: Callable[[Any, Any, Any, Memory, Any], tuple[Any, Any, Memory]] | None = None
+    """`run` as a part of the user's own program, with the rows of all processes; None: the step needs the host."""
 
 
 # (group, pieces, donate) -> runner; donate: whether the step may reuse the state's memory

@@ -31,6 +31,7 @@ from fddp.step.run import accumulate as accumulate
 from fddp.step.run import compare as compare
 from fddp.step.run import first_tasks as first_tasks
 from fddp.step.run import footprint as footprint
+from fddp.step.run import inside as inside
 from fddp.step.run import lower as lower
 from fddp.step.run import ready as ready
 from fddp.step.run import synchronize as synchronize

@@ -26,11 +26,11 @@ MESSAGE_SCOPE = re.compile(r"(bucket|rows|gather|tail)\d*")
 
 
 def refuse_transformations() -> None:
-    """Says that a step cannot be part of another program."""
+    """Refuses a call that cannot be part of another program."""
     if transformed():
         raise TypeError(
-            "fddp's steps are compiled programs of their own and cannot be called under jax.jit, grad or vmap; "
-            "call them from Python, or use fddp.all_reduce inside your own jax.shard_map."
+            "this call runs compiled programs of its own and cannot be called under jax.jit, grad or vmap; call it "
+            "from Python, or use fddp.all_reduce inside your own jax.shard_map. A fused step(state, batch) can be."
         )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from fddp.buckets import join, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import by_leaf, by_message
-from fddp.jax_internals import rows_here, without_context_mesh
+from fddp.jax_internals import rows_here, staged_out, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums, taken
-from fddp.schedules import Footprint, Promise, TaskList
+from fddp.schedules import Footprint, Promise, TaskList, forms_of
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
@@ -100,14 +100,42 @@ def synchronize(settled: Settled, state: TrainState, given: Given) -> Any:
             group.journal.computed(timeline().computing)
         # Of the pair that a use returns the second is the smaller one.
         group.journal.launched(result[1])
-    if settled.replica.way.apart:
-        result = join(result, shards)
-    if isinstance(result[0], TrainState):
-        hook_state = opened(state).hook_state
-        remembers = jax.tree.leaves(hook_state)
-        new = result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory)) if remembers else result[0]
-        result = promised(new) if settled.runner.promises else new, *result[1:]
-    return result
+    return _with_own(settled, state, result, shards, memory)
+
+
+def inside(settled: Settled | None, state: TrainState, batch: Any) -> Any:
+    """A settled step as a part of the user's own program, under `jax.jit` or in `jax.lax.scan`.
+
+    Args:
+      settled: the step, or None before the first batch.
+      state: as for a step.
+      batch: the rows of all processes.
+
+    Returns:
+      What `use` made of averaged gradients.
+
+    Raises:
+      TypeError: the step is not settled, needs the host, or is differentiated or mapped.
+      ValueError: state or batch do not fit.
+    """
+    if settled is None:
+        raise _not_inside("its first batch settles it, outside of jit; step.lower(state, batch) settles it, too")
+    run = settled.runner.inside
+    if run is None:
+        raise _not_inside("it needs Python between its programs; a step with schedule='fused' does not, but over MPI")
+    if not staged_out((state, batch)):
+        raise _not_inside("it can be a part of jax.jit and jax.lax.scan alone, over all replicas")
+    check_state(state)
+    replica = settled.replica
+    processes = replica.group.processes
+    rows = taken(batch, replica.micro_batches * processes, undivided=settled.undivided)
+    admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
+    memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
+    replicated, shards = state._replace(accumulated=None, hook_state=()), []
+    if replica.way.apart:
+        replicated, shards = take_apart(replicated)
+    result, shards, memory = run(replicated, state.accumulated, shards, memory, rows)
+    return _with_own(settled, state, result, shards, memory)
 
 
 @without_context_mesh
@@ -194,6 +222,22 @@ def _given(settled: Settled, state: TrainState, leaves: Sequence[Any]) -> tuple[
         replicated, shards = take_apart(replicated)
     own = placement.place((state.accumulated, shards), placement.per_replica)
     return placement.place(replicated, REPLICATED), *own, memory
+
+
+def _not_inside(why: str) -> TypeError:
+    return TypeError(f"this step cannot be called under jax.jit, grad or vmap: {why}.")
+
+
+def _with_own(settled: Settled, state: TrainState, result: Any, shards: Any, memory: Any) -> Any:
+    """A step's result, with what each replica has for itself: its shards, and what its hooks remember."""
+    if settled.replica.way.apart:
+        result = join(result, shards)
+    if isinstance(result[0], TrainState):
+        hook_state = opened(state).hook_state
+        remembers = jax.tree.leaves(hook_state)
+        new = result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory)) if remembers else result[0]
+        result = promised(new) if settled.runner.promises else new, *result[1:]
+    return result
 
 
 def _there(leaves: Sequence[Any]) -> list[Any]:

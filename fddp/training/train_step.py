@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import jax
@@ -14,6 +15,7 @@ import jax
 from fddp.buckets import BucketPlan
 from fddp.comm import Group, verify
 from fddp.guards import Skips, comparing
+from fddp.jax_internals import transformed
 from fddp.local_training import as_islands_of
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
@@ -35,6 +37,7 @@ from fddp.step import (
     first_form,
     first_state,
     held_form,
+    inside,
     lower,
     read_start,
     ready,
@@ -89,12 +92,8 @@ class TrainStep:
         """
         replica = self._replica
         given = replica, self._optimizer
-        start = verify(
-            self.group,
-            "parameters, options or versions",
-            lambda: read_start(*given, params, model_state, rng),
-            lambda start: described_start(*given, start),
-        )
+        read = partial(read_start, *given, params, model_state, rng)
+        start = verify(self.group, "parameters, options or versions", read, partial(described_start, *given))
         state = first_state(*given, start)
         self._expect(replica.provisional_plan(start.params), held_form(self.group.placement, state))
         if start.remark:
@@ -103,6 +102,9 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Trains on a batch: the gradients of all replicas' rows, averaged, then one update.
+
+        Once settled, a fused step may be a part of your program, `jax.lax.scan(step, state, batches)`, but over MPI.
+        `batch` then has the rows of all processes, and the host compares (`check_replicas_every`) and counts nothing.
 
         Args:
           state: from `init` or the last step; its memory is reused unless `donate=False`.
@@ -116,8 +118,10 @@ class TrainStep:
         Raises:
           ValueError: rows are missing or cannot be divided; at the first batch on every rank.
           RuntimeError: replicas are no longer equal, on every rank (`check_replicas_every`).
-          TypeError: called under a transformation, or the loss returns something else than promised.
+          TypeError: the call cannot be a part of your program, or the loss returns something else than promised.
         """
+        if transformed():
+            return inside(self._settled, state, batch)
         self._settled, given = ready(self._settled, self._replica, self._use, state, batch)
         self._settled = settled = compare(self._settled, given)
         if not self.steps:  # what is due only now and then is tried before the first step
@@ -149,10 +153,8 @@ class TrainStep:
     def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Adds a batch's gradients locally and sends none; the next `step(state, batch)` synchronizes the lot.
 
-        With `shard="state"` it gathers the parameters, so that every rank has to call it.
-
         Args:
-          state: from `init` or the last step.
+          state: from `init` or the last step. With `shard="state"` its parameters are gathered: every rank has to call.
           batch: as for a step.
 
         Returns:
@@ -269,10 +271,7 @@ class TrainStep:
 
     @property
     def plan(self) -> BucketPlan:
-        """The buckets, once a state exists: DDP's guess until the first batch shows the order of readiness.
-
-        Where a replica is several devices, leaves and bytes are those of the parts that each of them holds.
-        """
+        """The buckets of one device, once a state exists: DDP's guess until a batch shows the order of readiness."""
         return self._settled.plan if self._settled else self._guessed[0]
 
     @property

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, schedules
+from jax.sharding import NamedSharding, PartitionSpec
+from on_ranks.claims import claim, same_on_all_ranks, schedules
+from problems import square
 from trees import close
 from truth import by_plain_jax
 
@@ -84,3 +86,21 @@ def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fd
         assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
         grads = jax.grad(summed)(params, rows)
         close(state.params, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), rtol=1e-4, atol=1e-6)
+
+
+@claim(backends=("gloo",))
+def a_scan_of_steps_over_global_arrays_gives_the_bits_of_a_loop(group: fddp.Group):
+    step = fddp.train_step(square, ADAM, group=group, donate=False, schedule="fused")
+    first = step.init(np.linspace(-1, 1, 7, dtype=np.float32))
+    rows = np.sin(np.arange(3 * 4 * 7, dtype=np.float32)).reshape(3, 4, 7) + group.rank
+    state, losses = first, []
+    for batch in rows:
+        state, info = step(state, batch)
+        losses.append(float(info.loss))
+    sharding: Any = first.step.sharding
+    along = NamedSharding(sharding.mesh, PartitionSpec(None, group.axis_name))
+    batches = jax.make_array_from_process_local_data(along, rows)
+    scanned, infos = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(first, batches)
+    assert np.array_equal(scanned.params, state.params) and int(scanned.step) == 3
+    assert infos.loss.addressable_data(0).tolist() == losses
+    assert same_on_all_ranks(group, scanned.params)
