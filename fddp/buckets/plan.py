@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fddp.buckets.part_forms import part_of
-from fddp.wording import table
+from fddp.wording import preformatted, table
 
 MiB = 2**20
 
@@ -208,6 +208,8 @@ class BucketPlan:
             f"loss and metrics {tail}; digest {self.digest}",
         )
         return "\n".join([*table([head, *rows]), *foot])
+
+    _repr_html_ = preformatted
 
 
 def place_scalars(

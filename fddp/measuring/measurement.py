@@ -23,6 +23,7 @@ from fddp.measuring.profile import profiled
 from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
 from fddp.step import QUORUM, check_state, refuse
+from fddp.wording import preformatted
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -161,6 +162,8 @@ class Measurement:
         return "\n".join(
             [head, *lines, f"{'all-reduces':<22}  {self.all_reduces:6}   {self.all_reduce_ms:.2f} ms a step"]
         )
+
+    _repr_html_ = preformatted
 
     @property
     def _seconds(self) -> float:

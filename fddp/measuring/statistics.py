@@ -6,7 +6,7 @@ Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,8 +14,10 @@ import jax
 import numpy as np
 
 from fddp.buckets import MiB, whole_forms
+from fddp.comm import shortened
 from fddp.schedules import Timeline
 from fddp.step import TrainState
+from fddp.wording import preformatted, table
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -50,6 +52,8 @@ class ReplicaBytes(NamedTuple):
         rows += [("messages of a step", self.sent, None)]
         head = f"{'bytes of one replica':<20}  {'held':>15}  {'without shards':>15}"
         return "\n".join([head, *(f"{name:<20}  {_told(held)}  {_told(whole)}".rstrip() for name, held, whole in rows)])
+
+    _repr_html_ = preformatted
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,13 @@ class Stats:
     """All-reduces."""
     avg_backward_compute_comm_overlap_time: float | None
     """The part of the all-reduces that lay under computation."""
+
+    def __str__(self) -> str:
+        named = [field.name for field in fields(self) if field.name != "replica_bytes"]
+        rows = [(name, _shown(name, getattr(self, name))) for name in named]
+        return "\n".join([*table(rows), str(self.replica_bytes)])
+
+    _repr_html_ = preformatted
 
 
 def stats(step: "TrainStep") -> Stats:
@@ -166,6 +177,15 @@ def _held(state: TrainState) -> Held:
         return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
     return Held(*(nbytes(getattr(state, name)) for name in Held._fields))
+
+
+def _shown(name: str, value: object) -> str:
+    """A value of the statistics in a table."""
+    if isinstance(value, tuple):
+        return shortened([_shown(name, x) for x in value], ", ")
+    if isinstance(value, float) and name.endswith("_time"):
+        return f"{1e3 * value:.2f} ms"
+    return f"{value:,.0f}" if "bytes" in name and isinstance(value, int | float) else str(value) or "-"
 
 
 def _told(count: int | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fddp.hooks import Reduction
-from fddp.wording import table
+from fddp.wording import preformatted, table
 
 # The parts of the state that are equal on all replicas, as a step is given them.
 STATE = "state"
@@ -130,6 +130,8 @@ class TaskList(NamedTuple):
     def __str__(self) -> str:
         rows = [(task.kind, task.name, _abridged(task.reads), _abridged(task.writes)) for task in self.tasks]
         return "\n".join(table(rows))
+
+    _repr_html_ = preformatted
 
 
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fddp.schedules.tasks import MESSAGE, Communicate, Compute, Task, Value
+from fddp.wording import preformatted
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Timeline:
         )
         foot += f"; bound {1e3 * self.bound():.2f} ms" if self.tasks else ""
         return "\n".join([*rows, foot])
+
+    _repr_html_ = preformatted
 
 
 class Pace(NamedTuple):

@@ -6,5 +6,6 @@ Every other room imports this room, which imports none.
 from fddp.wording.texts import check_seconds as check_seconds
 from fddp.wording.texts import check_whole as check_whole
 from fddp.wording.texts import leaf_name as leaf_name
+from fddp.wording.texts import preformatted as preformatted
 from fddp.wording.texts import printable as printable
 from fddp.wording.texts import table as table

@@ -1,6 +1,7 @@
 """Names of leaves, tables, and the refusal of a number that is none."""
 
 from collections.abc import Sequence
+from html import escape
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,6 +27,11 @@ def leaf_name(path: Sequence[Any]) -> str:
 def printable(text: str) -> str:
     """What another program says, without the codes that would change a terminal."""
     return "".join(x if x.isprintable() else "?" for x in text)
+
+
+def preformatted(shown: object) -> str:
+    """What a notebook shows of an object whose text is a table; a class has it as `_repr_html_`."""
+    return f"<pre>{escape(str(shown))}</pre>"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,5 +1,7 @@
 """Bytes that one replica holds and sends, against the arrays on its device and the messages that it makes."""
 
+import html
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -104,3 +106,17 @@ def test_printed_bytes_are_a_table(group: Groups):
     lines = str(told).splitlines()
     assert [line.split()[-2:] for line in lines[2:3]] == [[str(told.held.opt_state), str(told.whole.opt_state)]]
     assert lines[-1].split()[-1] == str(told.sent) and len(lines) == 8
+
+
+def test_statistics_are_printed_as_a_table_and_shown_as_one_in_notebooks(group: Groups):
+    step, state = make(group(1), None, schedule="after")
+    for _ in range(2):
+        state, _ = step(state, ROWS)
+    told = step.stats()
+    lines = dict(line.split(maxsplit=1) for line in str(told).splitlines())
+    assert lines["world_size"] == "1" and lines["iteration"] == "2" and lines["hook"] == "-"
+    assert lines["total_parameter_size_bytes"] == f"{4 * 45}" and lines["parameters"].split() == ["180", "180"]
+    assert re.fullmatch(r"\d+\.\d\d ms", lines["avg_backward_comm_time"])
+    assert repr(told.hook) in repr(told)  # a record as well
+    for shown in (told, step.plan, step.tasks(state, ROWS), step.timeline()):
+        assert shown._repr_html_() == f"<pre>{html.escape(str(shown))}</pre>"

@@ -26,7 +26,7 @@ from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
 from fddp.step import TrainState, check_state, footprint
 from fddp.training import TrainStep
-from fddp.wording import table
+from fddp.wording import preformatted, table
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class Audit:
 
     def __str__(self) -> str:
         return table_of_tasks(self.where, self.tasks) if self.tasks else self._table()
+
+    _repr_html_ = preformatted
 
     def _table(self) -> str:
         head = ("starts", "carries", "kind", "MiB", "dtype", "mode", "heavy operations in flight", "of all FLOPs")
