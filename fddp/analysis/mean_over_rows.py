@@ -17,7 +17,7 @@ from fddp.comm import AXIS
 from fddp.jax_internals import rows_here
 from fddp.jaxpr import differentiable
 from fddp.losses import Pending, check_callable, contribute, make_objective
-from fddp.step import check_rows
+from fddp.step import check_arrays, check_rows
 from fddp.wording import leaf_name
 
 SHOWN = 6
@@ -100,6 +100,7 @@ def check(
       Those of the whole are 2 times as large: the loss is a sum over its rows; take the mean.
     """
     check_callable("check", "loss_fn", loss_fn)
+    check_arrays(params)
     batch = jax.device_get(jax.tree.map(rows_here, batch))
     rows = check_rows(batch, "; of batches that are no rows nothing can be divided, and nothing is to be checked")
     if rows < 2:

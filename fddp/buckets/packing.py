@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from fddp.buckets.plan import Bucket, BucketPlan
+from fddp.wording import check_has
 
 
 def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
@@ -32,6 +33,7 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
       >>> pack(plan, tree)[0].tolist()
       [7.0, 7.0, 0.0, 1.0]
     """
+    check_has("treedef", "pack: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
     try:
         leaves = plan.treedef.flatten_up_to(tree)
     except ValueError as error:
@@ -56,6 +58,7 @@ def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
     Raises:
       ValueError: the number or the length of the buckets is not the plan's.
     """
+    check_has("treedef", "unpack: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
     buckets = tuple(buckets)  # a generator can be read only once
     got = [jnp.shape(flat) for flat in buckets]
     planned = [(b.size,) for b in plan.buckets]

@@ -23,6 +23,7 @@ from fddp.comm import Group
 from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
+from fddp.wording import check_switch
 
 
 class Checkpoints:
@@ -106,6 +107,7 @@ class Checkpoints:
           OSError: the folder cannot be written; on every rank.
         """
         check_state(state)
+        check_switch("Checkpoints.save: now", now)
         if refusal := self._folder.refusal:
             raise OSError(
                 f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, and save with another "
@@ -115,7 +117,7 @@ class Checkpoints:
         if self._last is None:
             # What cannot be saved is told now, not after `every` steps.
             named(state)
-            json.dumps(place)
+            _check_place(place)
             training.number = int(state.step)
             self._last = training.number - 1
         due = training.number // self._every > self._last // self._every and state.accumulated is None
@@ -162,12 +164,12 @@ class Checkpoints:
           RuntimeError: there are checkpoints, but none is whole; on every rank.
         """
         group = self._group
+        on_all(self._folder, lambda: check_state(state))
         found = newest(self._folder, lambda: self._writing.result())
         if found is None:
             return state, None
         number, listed = found
         read = source(self._folder, number, listed)
-        on_all(self._folder, lambda: check_state(state))
         state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
         report_restored(self._folder, number, listed)
         self._step.training.number = number
@@ -204,3 +206,11 @@ class Checkpoints:
     @property
     def _group(self) -> Group:
         return self._step.group
+
+
+def _check_place(place: Any) -> None:
+    try:
+        json.dumps(place)
+    except (TypeError, ValueError) as error:
+        shown = f"{place!r:.60}"
+        raise TypeError(f"Checkpoints.save: place must be what JSON can hold, got {shown}: {error}.") from None

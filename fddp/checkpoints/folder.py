@@ -31,6 +31,8 @@ class Folder(NamedTuple):
 
 def located(path: str | PathLike[str]) -> Path:
     """Finds the folder that a user's path names, and refuses an empty path and a URL."""
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"Checkpoints: path must be a str or a path, got {path!r}.")
     name = os.fsdecode(path)
     if re.match(r"$|[A-Za-z][\w+.-]+:/", name):  # of "gs://…" a Path leaves "gs:/…"
         raise ValueError(

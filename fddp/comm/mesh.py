@@ -23,6 +23,7 @@ from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import context_mesh, coordination_client, on_mesh, without_context_mesh
+from fddp.wording import check_has
 
 
 def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
@@ -47,6 +48,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
       >>> fddp.mesh_group(jax.sharding.Mesh(jax.devices(), "replica")).size == jax.device_count()
       True
     """
+    check_has("axis_names", "mesh_group: mesh", mesh, "a jax.sharding.Mesh")
     if axis_name not in mesh.axis_names:
         raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, none is {axis_name!r}.")
     axis = mesh.axis_names.index(axis_name)

@@ -15,6 +15,7 @@ from fddp.comm.mpi_programs import mpi_placement
 from fddp.comm.mpi_transport import MESSAGES, mpi_transport, receive_buffers, wait_for
 from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
+from fddp.wording import check_has
 
 
 def mpi_group(comm: Any) -> Group:
@@ -34,6 +35,7 @@ def mpi_group(comm: Any) -> Group:
             f"backend 'mpi' drives one device a process, and this one has {jax.local_device_count()}: start one "
             "process per device, or use backend 'gloo'."
         )
+    check_has("Clone", "mpi_group: comm", comm, "a communicator of mpi4py")
 
     from mpi4py import MPI
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from fddp.comm.agreement import verify
 from fddp.comm.group import Group
+from fddp.wording import check_has
 
 
 def round_robin(groups: Sequence[Group]) -> Group:
@@ -44,6 +45,8 @@ def round_robin(groups: Sequence[Group]) -> Group:
     if not groups:
         raise ValueError("round_robin needs at least one group, got none.")
     first = groups[0]
+    for group in groups:
+        check_has("placement", "round_robin: each of groups", group, "a fddp.Group")
     verify(first, "groups for round_robin", lambda: _described(groups))
     return replace(first, transport=first.transport._replace(clones=first.clone(len(groups))))
 

@@ -20,7 +20,7 @@ from fddp.comm import Communicator, added
 from fddp.hooks.codes import Code, integers, signs
 from fddp.hooks.hook import GradBucket, GradRows, Hook, State, split
 from fddp.hooks.narrow import as_rows, is_float
-from fddp.wording import check_whole
+from fddp.wording import check_switch, check_whole
 
 
 def quantize(*, bits: int = 8, block: int = 256, error_feedback: bool = True) -> Hook:
@@ -85,6 +85,7 @@ def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
     Returns:
       The hook.
     """
+    check_switch("error_feedback", error_feedback)
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         if not (error_feedback and is_float(leaf.dtype)):

@@ -10,8 +10,9 @@ import jax
 
 from fddp.buckets import BucketPlan, Message, pack, unpack
 from fddp.comm import Group, axis_communicator
-from fddp.hooks.hook import Hook
+from fddp.hooks.hook import Hook, check_hook
 from fddp.hooks.reductions import reductions, summed
+from fddp.wording import check_has
 
 
 def all_reduce(
@@ -49,10 +50,13 @@ def all_reduce(
       >>> jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(grads)["w"].tolist()
       [1.0, 1.0, 1.0]
     """
+    check_has("treedef", "fddp.all_reduce: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
     if (axis_name is None) == (group is None):
         raise ValueError(f"give one of axis_name and group, got axis_name={axis_name!r} and group={group!r}.")
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}.")
+    if hook is not None:
+        check_hook("fddp.all_reduce: hook", hook)
     forms = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     memory = [hook.init(form) if hook else () for form in forms]
     if jax.tree.leaves(memory):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
-from fddp.hooks.hook import Hook, State, allreduce
+from fddp.hooks.hook import Hook, State, allreduce, check_hook
 from fddp.wording import check_whole
 
 
@@ -27,7 +27,8 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
       ValueError: step is no whole number of 0 or more.
     """
     check_whole("starting: step", step, 0)
-    first = first or allreduce()
+    check_hook("starting: hook", hook)
+    first = allreduce() if first is None else check_hook("starting: first", first)
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return {"step": jnp.zeros((), jnp.int32), "first": first.init(leaf), "then": hook.init(leaf)}

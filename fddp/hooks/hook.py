@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Shaped
 
 from fddp.comm import Communicator
+from fddp.wording import check_has
 
 State = tuple[Any, ...]
 
@@ -100,3 +101,9 @@ def nothing(leaf: jax.ShapeDtypeStruct) -> tuple[()]:
     """The first memory of a hook that has none."""
     del leaf
     return ()
+
+
+def check_hook(name: str, hook: Any) -> Hook:
+    """Returns a hook as it is, and refuses all else."""
+    check_has("apply", name, hook, "a fddp.Hook, one of fddp.hooks")
+    return hook

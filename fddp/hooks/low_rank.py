@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import starting
 from fddp.hooks.hook import GradBucket, Hook, State, split
-from fddp.wording import check_whole
+from fddp.wording import check_switch, check_whole
 
 
 def powersgd(
@@ -54,6 +54,8 @@ def powersgd(
       (64, 2)
     """
     check_whole("powersgd: rank", rank, 1)
+    check_switch("powersgd: warm_start", warm_start)
+    check_switch("powersgd: error_feedback", error_feedback)
     if not min_compression_rate >= 0:
         raise ValueError(f"powersgd: min_compression_rate must be 0 or more, got {min_compression_rate!r}.")
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
-from fddp.hooks.hook import GradBucket, Hook, State, split
+from fddp.hooks.hook import GradBucket, Hook, State, check_hook, split
 from fddp.wording import check_whole
 
 
@@ -37,6 +37,7 @@ def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
     Raises:
       ValueError: a number is out of its range.
     """
+    check_hook("momentum: hook", hook)
     check_whole("momentum: start", start, 0)
     if isinstance(b1, bool) or not isinstance(b1, int | float) or not 0 <= b1 < 1:
         raise ValueError(f"momentum: b1 must be 0 or more and below 1, got {b1!r}.")

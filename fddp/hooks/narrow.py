@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator, added
-from fddp.hooks.hook import GradBucket, Hook, State, allreduce, nothing
+from fddp.hooks.hook import GradBucket, Hook, State, allreduce, check_hook, nothing
 
 
 def noop() -> Hook:
@@ -32,7 +32,7 @@ def bf16(hook: Hook | None = None) -> Hook:
       The hook. Where all-reduces know no 16 bits (CPUs, MPI) every replica gets one part of all replicas' words
       (all-to-all), adds these up in float32 and sends the sum to all (all-gather).
     """
-    hook = hook or allreduce()
+    hook = allreduce() if hook is None else check_hook("bf16: hook", hook)
 
     return _narrow(hook, f"bf16({hook.name})", lambda comm: {"dtype": jnp.bfloat16})
 
@@ -54,7 +54,7 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     """
     if predivide is not None and not predivide > 0:
         raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
-    hook = hook or allreduce()
+    hook = allreduce() if hook is None else check_hook("fp16: hook", hook)
 
     name = f"fp16({hook.name}, predivide={predivide})"
     return _narrow(hook, name, lambda comm: {"dtype": jnp.float16, "by": predivide or comm.size})

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, split
 from fddp.hooks.narrow import is_float
+from fddp.wording import check_switch
 
 
 def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
@@ -26,6 +27,7 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
     Raises:
       ValueError: ratio is out of its range.
     """
+    check_switch("topk: error_feedback", error_feedback)
     if not 0 < ratio <= 1:
         raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fddp.losses.batches import Joined, Undivided
+from fddp.wording import check_switch
 
 
 class Weighted(NamedTuple):
@@ -57,6 +58,7 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
     Returns:
       The objective; it raises ValueError or TypeError when it is traced and the loss returns something else.
     """
+    check_switch("has_aux", has_aux)
 
     def objective(params: Any, model_state: Any, rng: Any, batch: Any, unit: int | None = None) -> tuple[Array, Value]:
         batch, share, divisor, _ = batch if isinstance(batch, Joined) else Joined(batch, 1, 1)

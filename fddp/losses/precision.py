@@ -43,8 +43,8 @@ def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
       (1.0, dtype('float32'))
     """
     check_callable("mixed_precision", "loss_fn", loss_fn)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"fddp.mixed_precision: dtype must be a float dtype, got {jnp.dtype(dtype).name}.")
+    if not _is_float_dtype(dtype):
+        raise ValueError(f"fddp.mixed_precision: dtype must be a float dtype, got {getattr(dtype, '__name__', dtype)}.")
 
     @wraps(loss_fn)
     def cast_loss(params: Any, batch: Any, **extra: Any) -> Any:
@@ -52,6 +52,13 @@ def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
         return _returned(loss_fn(params, batch, **extra), extra.get("model_state"))
 
     return cast_loss
+
+
+def _is_float_dtype(dtype: Any) -> bool:
+    try:
+        return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # of NumPy, which knows no such dtype
+        return False
 
 
 def _returned(value: Any, model_state: Any) -> Any:

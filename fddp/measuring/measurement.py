@@ -23,7 +23,7 @@ from fddp.measuring.profile import profiled
 from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
 from fddp.step import QUORUM, check_state, refuse
-from fddp.wording import preformatted
+from fddp.wording import check_has, preformatted
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -194,6 +194,8 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
     Raises:
       ValueError: there are no batches, or not equally many on every rank; or islands do not wait for each other.
     """
+    check_has("with_options", "fddp.measure: step", step, "a step, from fddp.train_step")
+    check_has("__iter__", "fddp.measure: batches", batches, "a sequence of batches")
     batches = list(batches)
     count = [f"{len(batches)} batches"]
     verify(step.group, "state or batches", lambda: check_state(state), lambda _: count)

@@ -17,7 +17,7 @@ from fddp.buckets import MiB, whole_forms
 from fddp.comm import shortened
 from fddp.schedules import Timeline
 from fddp.step import TrainState
-from fddp.wording import preformatted, table
+from fddp.wording import check_has, preformatted, table
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -123,6 +123,7 @@ def stats(step: "TrainStep") -> Stats:
     Returns:
       The numbers. Those of bytes wait for the last step.
     """
+    check_has("with_options", "fddp.stats: step", step, "a step, from fddp.train_step")
     group = step.group
     options = step.options
     plan = step.plan

@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fddp.buckets import is_shard
 from fddp.jax_internals import context_mesh
 from fddp.jaxpr import refuse_deleted
-from fddp.losses import Weighted
+from fddp.losses import Weighted, check_callable
 from fddp.sharding import whole
 from fddp.step import check_state
+from fddp.wording import check_has
 
 LossOf = Callable[[Any, Any], Any]
 Names = Sequence[str]
@@ -104,7 +105,10 @@ def from_linen(
       (8, 1)
     """
 
+    check_has("bind", "from_linen: module", module, "a flax.linen.Module")
+    check_callable("from_linen", "loss", loss)
     for name, names in (("rngs", rngs), ("sown", sown)):
+        check_has("index", name, names, "a sequence of names")
         if isinstance(names, str):
             raise TypeError(f"{name} must be a sequence of names, got {names!r}: give ({names!r},).")
 
@@ -156,7 +160,10 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
       >>> net.module(state)(jnp.ones((8, 3))).shape
       (8, 1)
     """
+    check_callable("from_nnx", "loss", loss)
     whole_module = isinstance(module, nnx.Module)
+    if not whole_module and (isinstance(module, flax.linen.Module) or not callable(module)):
+        raise TypeError(f"from_nnx: module must be a flax.nnx.Module or a function that makes one, got {module!r:.60}.")
     make: Any = (lambda: module) if whole_module else module
     graphdef, params, streams, buffers = _split(module if whole_module else nnx.eval_shape(make))
     if not whole_module:  # streams are small

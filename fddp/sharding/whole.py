@@ -46,7 +46,8 @@ def whole(tree: Any, *, group: Group | None = None) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     shards = [x for x in leaves if is_shard(x)]
-    whole = iter(_whole(shards, None if group is None else group_of("whole", group)) if shards else ())
+    group = None if group is None else group_of("whole", group)
+    whole = iter(_whole(shards, group) if shards else ())
     return treedef.unflatten([next(whole) if is_shard(x) else x for x in leaves])
 
 

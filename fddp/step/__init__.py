@@ -5,6 +5,7 @@ rooms above. This room imports losses, jaxpr, buckets, comm, hooks, optim, runti
 """
 
 from fddp.step.buffers import average as average
+from fddp.step.checks import check_arrays as check_arrays
 from fddp.step.checks import check_filled as check_filled
 from fddp.step.checks import check_no_sync as check_no_sync
 from fddp.step.checks import check_rows as check_rows

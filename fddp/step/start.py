@@ -15,9 +15,10 @@ import numpy as np
 import optax
 
 from fddp.buckets import join
-from fddp.comm import REPLICATED, Group, described, laid_out, specs
+from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
 from fddp.jax_internals import ClosedJaxpr, without_context_mesh
 from fddp.jaxpr import merge, split
+from fddp.losses import not_numeric
 from fddp.optim import DynamicScaleState, Optimizer, check_needs
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
@@ -78,6 +79,9 @@ def read_start(replica: Replica, optimizer: Optimizer, params: Any, model_state:
       TypeError: something is no array, or a function cannot be traced.
     """
     params, model_state, program = read_functions(params, model_state)
+    for name, tree in (("model_state", model_state), ("rng", rng)):
+        if found := not_numeric(tree):
+            raise TypeError(f"{name} must be a tree of arrays, and holds {shortened(found, ', ')}.")
     remark = _check_start(replica, optimizer, params, program is not None)
     return Start(params, model_state, rng, program, remark)
 

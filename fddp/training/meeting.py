@@ -3,6 +3,7 @@
 from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState, check_state
 from fddp.training.train_step import TrainStep
+from fddp.wording import check_has
 
 
 def meet(step: TrainStep, state: TrainState) -> TrainState:
@@ -30,5 +31,6 @@ def meet(step: TrainStep, state: TrainState) -> TrainState:
       >>> float(fddp.meet(step, state).params)
       1.0
     """
+    check_has("with_options", "fddp.meet: step", step, "a step, from fddp.train_step")
     check_state(state)
     return without_context_mesh(step.settled.runner.meet)(state)

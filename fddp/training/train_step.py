@@ -19,6 +19,7 @@ from fddp.jax_internals import transformed
 from fddp.local_training import as_islands_of
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.optim import LocalSteps, Optimizer
+from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
 from fddp.step import (
     QUORUM,
@@ -233,7 +234,7 @@ class TrainStep:
         Returns:
           A step of its own; states are not shared.
         """
-        group = as_islands_of(self.group, group, self._optimizer)
+        group = as_islands_of(self.group, group_of("on", group), self._optimizer)
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
     def with_options(self, **options: Unpack[OptionArguments]) -> "TrainStep":

@@ -17,6 +17,7 @@ from fddp.step import (
     Replica,
     Settled,
     TrainState,
+    check_arrays,
     compare,
     explained,
     read_options,
@@ -86,6 +87,8 @@ def value_and_grad(
     def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         nonlocal settled
         refuse_transformations()
+        if settled is None:
+            check_arrays(params)
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         state = replica.group.placement.place(state, REPLICATED)

@@ -3,7 +3,9 @@
 Every other room imports this room, which imports none.
 """
 
+from fddp.wording.texts import check_has as check_has
 from fddp.wording.texts import check_seconds as check_seconds
+from fddp.wording.texts import check_switch as check_switch
 from fddp.wording.texts import check_whole as check_whole
 from fddp.wording.texts import leaf_name as leaf_name
 from fddp.wording.texts import preformatted as preformatted

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def leaf_name(path: Sequence[Any]) -> str:
@@ -49,6 +50,22 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def check_has(attribute: str, name: str, value: Any, wanted: str) -> None:
+    """Refuses a value of another kind: one without an attribute for which it is used.
+
+    Raises:
+      TypeError: says what is wanted, and what it is.
+    """
+    if not hasattr(value, attribute):
+        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__} {value!r:.60}.")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Refuses a value that is neither True nor False."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def check_whole(name: str, value: Any, least: int) -> int:

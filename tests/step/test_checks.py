@@ -448,6 +448,52 @@ def test_a_plan_before_a_state_and_a_look_at_several_programs_are_refused(make):
     refused(ValueError, "runs several programs", lambda: step.lower(step.init(W), X))
 
 
+NOT_A_STEP = "step must be a step, from fddp.train_step, got function"
+NOT_A_PLAN = r"plan must be a fddp.BucketPlan, from fddp.make_plan, got dict {}"
+OF_ANOTHER_KIND = [
+    (fddp.stats, (square,), NOT_A_STEP),
+    (fddp.measure, (square, None, [X]), NOT_A_STEP),
+    (fddp.meet, (square, None), NOT_A_STEP),
+    (fddp.audit, (square, None, X), NOT_A_STEP),
+    (fddp.fit_bits, (square, None, X), NOT_A_STEP),
+    (fddp.refit_bits, (square,), NOT_A_STEP),
+    (fddp.mesh_group, ([1],), r"mesh must be a jax.sharding.Mesh, got list \[1\]"),
+    (fddp.round_robin, (["a"],), "each of groups must be a fddp.Group, got str 'a'"),
+    (fddp.pack, ({}, W), NOT_A_PLAN),
+    (fddp.unpack, ({}, [W]), NOT_A_PLAN),
+    (partial(fddp.all_reduce, axis_name="x"), (W, {}), NOT_A_PLAN),
+    (partial(fddp.all_reduce, axis_name="x", hook="bf16"), (W, fddp.make_plan(W)), "hook must be a fddp.Hook"),
+    (fddp.hooks.bf16, (8,), "bf16: hook must be a fddp.Hook, one of fddp.hooks, got int 8"),
+    (fddp.hooks.fp16, (8,), "fp16: hook must be a fddp.Hook"),
+    (fddp.hooks.starting, (8, "bf16"), "starting: hook must be a fddp.Hook"),
+    (partial(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
+    (partial(fddp.hooks.topk, error_feedback="no"), (), "error_feedback must be True or False, got 'no'"),
+    (partial(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
+    (fddp.dynamic_scale, ("adam",), "optimizer must be an optax transformation, got str 'adam'"),
+    (partial(fddp.train_step, has_aux="metrics"), (square, optax.sgd(0.1)), "has_aux must be True or False"),
+    (partial(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
+    (fddp.check, (square, "x", X), "params must be an array, got str 'x'"),
+    (fddp.value_and_grad(square), ("x", X), "params must be an array, got str 'x'"),
+    (fddp.from_linen, (None, square), "module must be a flax.linen.Module, got NoneType"),
+    (fddp.from_linen, (linen.Dense(1), None), "loss must be a function, got NoneType"),
+    (partial(fddp.from_linen, rngs=5), (linen.Dense(1), square), "rngs must be a sequence of names, got int 5"),
+    (fddp.from_nnx, (linen.Dense(1), square), "module must be a flax.nnx.Module or a function that makes one"),
+    (fddp.from_nnx, (lambda: None, 3), "loss must be a function, got int"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(OF_ANOTHER_KIND)))
+def test_a_value_of_another_kind_is_refused_by_name(case: int):
+    call, arguments, says = OF_ANOTHER_KIND[case]
+    refused(TypeError, says, lambda: call(*arguments))
+
+
+def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
+    refused(TypeError, "model_state must be .* and holds m 'x'", lambda: make().init(W, model_state={"m": "x"}))
+    refused(TypeError, r"rng must be a tree of arrays, and holds 'seed'", lambda: make().init(W, rng="seed"))
+    refused(TypeError, "fddp.on: group must be a fddp.Group", lambda: make().on("gpu"))
+
+
 ### Calls under a transformation
 
 

@@ -26,7 +26,7 @@ from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
 from fddp.step import TrainState, check_state, footprint
 from fddp.training import TrainStep
-from fddp.wording import preformatted, table
+from fddp.wording import check_has, preformatted, table
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ def audit(
       >>> fddp.audit(step, state, jnp.ones((8, 4))).plan.buckets[0].names
       ('',)
     """
+    check_has("with_options", "fddp.audit: step", step, "a step, from fddp.train_step")
     there = None if target is None else read_target(target)
     if beside not in (None, "jit") or (beside and there is None):
         raise ValueError(f"beside must be 'jit', with a target to compile for, or None, got {beside!r}.")

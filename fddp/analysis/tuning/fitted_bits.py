@@ -20,7 +20,7 @@ from fddp.hooks import adaptive
 from fddp.schedules import Communicate, TaskList, Timeline
 from fddp.step import first_tasks
 from fddp.training import TrainStep
-from fddp.wording import table
+from fddp.wording import check_has, table
 
 EXPOSED = 0.05  # the share of a step that traffic may take behind the computing
 STEPS = 5
@@ -75,7 +75,7 @@ def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSE
       >>> fddp.fit_bits(step, step.init(jnp.ones(4)), jnp.ones((2, 4)), exposed=1000.0).bits
       (32,)
     """
-    _check("fit_bits", exposed)
+    _check("fit_bits", step, exposed)
     listed = step.tasks(state, batch)
     _refuse_one_program("fit_bits", step)
     lines = [one.timeline for one in step.measure(state, [batch] * STEPS).steps]
@@ -116,7 +116,7 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
       >>> fddp.refit_bits(step, exposed=1000.0).options.hook
       Hook(adaptive(32))
     """
-    _check("refit_bits", exposed)
+    _check("refit_bits", step, exposed)
     given = step.options.hook.bits if step.options.hook else ()
     if not given:
         hook = step.options.hook
@@ -152,7 +152,8 @@ def _pace(some: Sequence[tuple[float, int]]) -> float:
     return sum(seconds for seconds, _ in some) / max(1, sum(nbytes for _, nbytes in some))
 
 
-def _check(call: str, exposed: float) -> None:
+def _check(call: str, step: TrainStep, exposed: float) -> None:
+    check_has("with_options", f"{call}: step", step, "a step, from fddp.train_step")
     if not exposed >= 0:
         raise ValueError(f"{call}: exposed must be 0 or more, got {exposed!r}.")
 
