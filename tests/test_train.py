@@ -143,6 +143,7 @@ def test_the_readmes_first_command_warns_of_nothing(tmp_path: Path):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow  # rows of ranks: tests/data/test_sampler.py; two processes: the test under mpiexec
 def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     tmp_path: Path, group: Callable[[int], fddp.Group]
 ):

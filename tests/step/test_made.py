@@ -78,6 +78,7 @@ def test_replicas_that_train_alone_begin_with_copies_of_what_the_function_makes(
     same_arrays(step.init(make), step.init(jax.jit(make)()))
 
 
+@pytest.mark.slow
 def test_a_function_makes_the_model_of_a_library_bit_for_bit(group: Groups, optimized: None):
     model = gpt.PRESETS["tiny"]
     init = partial(gpt.init, model, jax.random.key(1), gpt.batch(model, 2))
