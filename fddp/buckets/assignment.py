@@ -66,6 +66,8 @@ def make_plan(
       [('w', 'b')]
     """
     check_caps(bucket_cap_mb, first_bucket_mb, last_bucket_mb)
+    if isinstance(order, str) or not (order is None or hasattr(order, "__iter__")):
+        raise TypeError(f"make_plan: order must be the numbers of leaves, from grad_order, got {order!r}.")
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = tuple(_leaf(path, value) for path, value in paths)
     order = tuple(reversed(range(len(leaves)))) if order is None else tuple(operator.index(i) for i in order)

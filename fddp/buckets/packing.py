@@ -59,6 +59,7 @@ def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
       ValueError: the number or the length of the buckets is not the plan's.
     """
     check_has("treedef", "unpack: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
+    check_has("__iter__", "unpack: buckets", buckets, "the arrays of pack")
     buckets = tuple(buckets)  # a generator can be read only once
     got = [jnp.shape(flat) for flat in buckets]
     planned = [(b.size,) for b in plan.buckets]

@@ -3,7 +3,7 @@
 Source: `ProcessGroup` and `new_group` in `torch.distributed`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -171,8 +171,8 @@ class Group:
         Raises:
           ValueError: there is no such rank.
         """
-        if not 0 <= root < self.processes:
-            raise ValueError(f"root must be a rank in 0..{self.processes - 1}, got {root}.")
+        if root not in range(self.processes):
+            raise ValueError(f"root must be a rank in 0..{self.processes - 1}, got {root!r}.")
         leaves, treedef = jax.tree.flatten(tree)
         there = [hosted(x) for x in leaves]
         data = np.frombuffer(b"".join(x.tobytes() for x in there), np.uint8)
@@ -248,12 +248,12 @@ class Group:
         Raises:
           ValueError: ranks repeat, do not exist, or leave this process out.
         """
-        ranks = [int(rank) for rank in ranks]
-        if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.processes for rank in ranks):
-            raise ValueError(f"ranks must be different numbers in 0..{self.processes - 1}, got {ranks}.")
-        if self.rank not in ranks:
-            raise ValueError(f"rank {self.rank} is not in {ranks}; call subgroup only on its members.")
-        return replace(self.make_subgroup(ranks), journal=self.journal, lane=self.lane)
+        numbers = [*ranks] if isinstance(ranks, Iterable) else [ranks]
+        if not all(rank in range(self.processes) for rank in numbers) or len(set(numbers)) != len(numbers):
+            raise ValueError(f"ranks must be different numbers in 0..{self.processes - 1}, got {ranks!r}.")
+        if self.rank not in numbers:
+            raise ValueError(f"rank {self.rank} is not in {numbers}; call subgroup only on its members.")
+        return replace(self.make_subgroup(list(map(int, numbers))), journal=self.journal, lane=self.lane)
 
     def hierarchical(self, local: int | None = None) -> "Group":
         """Makes a group of the same replicas, whose sums go over every node first and then between the nodes.

@@ -41,6 +41,7 @@ def round_robin(groups: Sequence[Group]) -> Group:
       >>> fddp.round_robin([group, group]).size == group.size
       True
     """
+    check_has("__iter__", "round_robin: groups", groups, "a sequence of groups")
     groups = list(groups)
     if not groups:
         raise ValueError("round_robin needs at least one group, got none.")

@@ -16,6 +16,7 @@ from fddp.comm import Group
 from fddp.jax_internals import rows_here
 from fddp.losses import Joined, Stacked, count_rows, is_rows
 from fddp.runtime import group_of
+from fddp.wording import check_switch
 
 EXHAUSTED: Any = object()
 
@@ -57,6 +58,8 @@ def join(
     """
     if not isinstance(batches, Iterable):
         raise TypeError(f"join: batches must be an iterable of this process's batches, got {type(batches).__name__}.")
+    check_switch("join: divide_by_initial_world_size", divide_by_initial_world_size)
+    check_switch("join: throw_on_early_termination", throw_on_early_termination)
     return _rounds(iter(batches), group_of("join", group), divide_by_initial_world_size, throw_on_early_termination)
 
 

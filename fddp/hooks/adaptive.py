@@ -15,6 +15,7 @@ from fddp.hooks.coded import coded
 from fddp.hooks.codes import floats, integers, signs
 from fddp.hooks.hook import GradBucket, GradRows, Hook, State
 from fddp.hooks.narrow import is_float
+from fddp.wording import check_has
 
 BLOCK = 256
 BITS = (32, 16, 8, 4, 1)
@@ -40,6 +41,7 @@ def adaptive(bits: Sequence[int] = (8,)) -> Hook:
       >>> fddp.hooks.adaptive([32, 8])
       Hook(adaptive(32, 8))
     """
+    check_has("__iter__", "adaptive: bits", bits, "a sequence of numbers, [8]")
     if not bits or not set(bits) <= set(BITS):
         raise ValueError(f"adaptive: bits must be some of {', '.join(map(str, BITS))}, got {bits!r}.")
     name = f"adaptive({', '.join(map(str, bits))})"

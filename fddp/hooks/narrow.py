@@ -12,6 +12,7 @@ from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator, added
 from fddp.hooks.hook import GradBucket, Hook, State, allreduce, check_hook, nothing
+from fddp.wording import check_number
 
 
 def noop() -> Hook:
@@ -52,6 +53,8 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     Raises:
       ValueError: predivide is not above 0.
     """
+    if predivide is not None:
+        check_number("fp16: predivide", predivide)
     if predivide is not None and not predivide > 0:
         raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
     hook = allreduce() if hook is None else check_hook("fp16: hook", hook)

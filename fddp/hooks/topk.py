@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, split
 from fddp.hooks.narrow import is_float
-from fddp.wording import check_switch
+from fddp.wording import check_number, check_switch
 
 
 def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
@@ -28,6 +28,7 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
       ValueError: ratio is out of its range.
     """
     check_switch("topk: error_feedback", error_feedback)
+    check_number("topk: ratio", ratio)
     if not 0 < ratio <= 1:
         raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
 

@@ -16,6 +16,7 @@ from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var
 from fddp.jaxpr.equations import cheap, straighten
 from fddp.jaxpr.flow import flow
 from fddp.jaxpr.leaves import differentiable, merge, split
+from fddp.wording import check_has
 
 
 def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
@@ -36,6 +37,7 @@ def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[in
       >>> grad_order(loss, params, jnp.ones((2, 3)))
       (1, 0)
     """
+    check_has("__call__", "grad_order: loss_fn", loss_fn, "a function")
     leaves, treedef = jax.tree.flatten(params)
     chosen = differentiable(leaves)
 

@@ -55,7 +55,7 @@ def figure(rows: int, height: float = 3.0) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install 'fddp[train]'.") from error
+        raise RuntimeError("a picture needs matplotlib: pip install matplotlib.") from error
     sheet = Figure(figsize=(9, height * rows), layout="constrained")
     axes = sheet.subplots(rows, 1, squeeze=False)[:, 0]
     for axis in axes:

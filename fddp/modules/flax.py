@@ -108,9 +108,8 @@ def from_linen(
     check_has("bind", "from_linen: module", module, "a flax.linen.Module")
     check_callable("from_linen", "loss", loss)
     for name, names in (("rngs", rngs), ("sown", sown)):
-        check_has("index", name, names, "a sequence of names")
-        if isinstance(names, str):
-            raise TypeError(f"{name} must be a sequence of names, got {names!r}: give ({names!r},).")
+        if isinstance(names, str) or not (isinstance(names, Sequence) and all(isinstance(x, str) for x in names)):
+            raise TypeError(f"{name} must be a sequence of names, got {names!r:.60}: give ({names!r:.60},).")
 
     def init(rng: Any, batch: Any) -> tuple[Any, Any]:
         streams = dict(zip(("params", *rngs), jax.random.split(rng, 1 + len(rngs))))

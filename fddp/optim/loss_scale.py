@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fddp.losses import Objective, Value
-from fddp.wording import check_has, check_whole, leaf_name
+from fddp.wording import check_has, check_number, check_whole, leaf_name
 
 
 class DynamicScaleState(NamedTuple):
@@ -74,7 +74,9 @@ def dynamic_scale(
       >>> float(state.params), float(state.opt_state.scale)
       (-1.0, 16384.0)
     """
-    check_has("update", "dynamic_scale: optimizer", optimizer, "an optax transformation")
+    check_has("init", "dynamic_scale: optimizer", optimizer, "an optax transformation")
+    for name, value in (("initial", initial), ("factor", factor), ("minimum", minimum), ("maximum", maximum)):
+        check_number(f"dynamic_scale: {name}", value)
     if not 0 < minimum <= initial <= maximum < math.inf:
         raise ValueError(
             f"dynamic_scale needs 0 < minimum ≤ initial ≤ maximum, all finite, got {minimum=}, {initial=}, {maximum=}."

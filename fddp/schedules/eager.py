@@ -92,7 +92,8 @@ def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
         rows = group.placement.place(rows, group.placement.per_replica)
         now = prepare(state, pending, shards, rows)
         values = now.listed.enter(state, pending, shards, rows)
-        if any(x is one for x in values.values() for one in used):
+        donated = set(map(id, used))
+        if any(id(x) in donated for x in values.values()):
             raise used_up()
         if launcher.failed():  # after the last step had returned: not all ranks come here then
             group.recovery.fail()

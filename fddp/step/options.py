@@ -153,7 +153,7 @@ class Options:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.broadcast_buffers not in (True, False, "mean"):
+        if not isinstance(self.broadcast_buffers, bool) and self.broadcast_buffers != "mean":
             raise ValueError(f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}.")
         if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")

@@ -25,7 +25,7 @@ from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCA
 from fddp.step.held import first_held, form_in_shards, with_held
 from fddp.step.made import described_program, is_form, made_state, read_functions
 from fddp.step.replica import Replica
-from fddp.step.state import TrainState
+from fddp.step.state import TrainState, check_no_state
 
 
 class Start(NamedTuple):
@@ -80,6 +80,7 @@ def read_start(replica: Replica, optimizer: Optimizer, params: Any, model_state:
     """
     params, model_state, program = read_functions(params, model_state)
     for name, tree in (("model_state", model_state), ("rng", rng)):
+        check_no_state(name, tree)
         if found := not_numeric(tree):
             raise TypeError(f"{name} must be a tree of arrays, and holds {shortened(found, ', ')}.")
     remark = _check_start(replica, optimizer, params, program is not None)

@@ -29,7 +29,7 @@ from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
 GRACE_S = 1.5
-TOLD = 4096  # bytes in which rank 0 tells the others of its watcher
+LENGTH = 4  # bytes of the length of what rank 0 tells the others
 # Beginnings of files that are not the user's: those of fddp, of Python and of installed packages.
 NOT_THEIRS = (str(Path(__file__).parents[1]), "<", *(sysconfig.get_path(of) for of in ("stdlib", "purelib", "platlib")))
 # The package `watcher` stands alone: to import it as a part of fddp would load JAX.
@@ -88,10 +88,12 @@ def watched(
         _start(_keyed(job | told), kept)
         port = _port(recorder)
         hosts = ["127.0.0.1"] if alone else own_addresses()
-        told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode().ljust(TOLD)
+        told = json.dumps(told | {"addresses": [(host, port) for host in hosts]}).encode()
+        group.hosts.broadcast(np.frombuffer(len(told).to_bytes(LENGTH), np.uint8), 0)
         group.hosts.broadcast(np.frombuffer(told, np.uint8), 0)
     else:
-        told = group.hosts.broadcast(np.zeros(TOLD, np.uint8), 0).tobytes()
+        length = int.from_bytes(group.hosts.broadcast(np.zeros(LENGTH, np.uint8), 0).tobytes())
+        told = group.hosts.broadcast(np.zeros(length, np.uint8), 0).tobytes()
         _start(_keyed(job | json.loads(told)), kept)
     atexit.register(recorder.say, FINISHED)
     threading.Thread(target=_live, args=(recorder,), name="fddp-life", daemon=True).start()

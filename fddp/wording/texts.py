@@ -62,6 +62,12 @@ def check_has(attribute: str, name: str, value: Any, wanted: str) -> None:
         raise TypeError(f"{name} must be {wanted}, got {type(value).__name__} {value!r:.60}.")
 
 
+def check_number(name: str, value: Any) -> None:
+    """Refuses a value that is no real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r:.60}.")
+
+
 def check_switch(name: str, value: Any) -> None:
     """Refuses a value that is neither True nor False."""
     if not isinstance(value, bool | np.bool_):

@@ -200,6 +200,14 @@ def test_measuring_changes_nothing_of_the_training(group):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), state.params, alone.params))
 
 
+def test_steps_that_a_measurement_could_not_end_are_none_of_the_training(group):
+    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1), schedule="after")
+    state, _ = step(step.init(jnp.zeros(())), jnp.ones(2))
+    with pytest.raises(ValueError, match="0 rows"):
+        step.measure(state, [jnp.ones(2), jnp.ones(0)])
+    assert step.training.number == 1
+
+
 def test_there_must_be_something_to_measure(group):
     step, state, _ = trained(group(1), 0)
     with pytest.raises(ValueError, match="nothing to measure"):

@@ -358,6 +358,7 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"schedule": "later"}, ValueError, "schedule must be one of auto, fused.*, got 'later'"),
         ({"groups": 3}, TypeError, "groups must be a function from a leaf's path .*, got int"),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
+        ({"broadcast_buffers": 1}, ValueError, "broadcast_buffers must be True, False or 'mean', got 1"),
         ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
         ({"cap": 5}, TypeError, "has no option 'cap'; it has bucket_cap_mb, "),
         ({"bucket_cap": 5}, TypeError, r"'bucket_cap'; bucket_cap: did you mean bucket_cap_mb\?$"),
@@ -472,11 +473,19 @@ OF_ANOTHER_KIND = [
     (fddp.dynamic_scale, ("adam",), "optimizer must be an optax transformation, got str 'adam'"),
     (partial(fddp.train_step, has_aux="metrics"), (square, optax.sgd(0.1)), "has_aux must be True or False"),
     (partial(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
+    (fddp.tune, (square, optax.sgd(0.1)), r"fddp.tune\(loss_fn, optimizer, params, batch\), which measures"),
+    (partial(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
+    (partial(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
+    (partial(fddp.dynamic_scale, initial="x"), (optax.sgd(0.1),), "initial must be a number, got 'x'"),
+    (fddp.hooks.adaptive, (8,), r"bits must be a sequence of numbers, \[8\], got int 8"),
+    (partial(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
+    (partial(fddp.join, throw_on_early_termination="no"), ([X],), "throw_on_early_termination must be True or False"),
+    (fddp.grad_order, ("square", W), "loss_fn must be a function, got str 'square'"),
     (fddp.check, (square, "x", X), "params must be an array, got str 'x'"),
     (fddp.value_and_grad(square), ("x", X), "params must be an array, got str 'x'"),
     (fddp.from_linen, (None, square), "module must be a flax.linen.Module, got NoneType"),
     (fddp.from_linen, (linen.Dense(1), None), "loss must be a function, got NoneType"),
-    (partial(fddp.from_linen, rngs=5), (linen.Dense(1), square), "rngs must be a sequence of names, got int 5"),
+    (partial(fddp.from_linen, rngs=5), (linen.Dense(1), square), "rngs must be a sequence of names, got 5"),
     (fddp.from_nnx, (linen.Dense(1), square), "module must be a flax.nnx.Module or a function that makes one"),
     (fddp.from_nnx, (lambda: None, 3), "loss must be a function, got int"),
 ]
@@ -490,6 +499,7 @@ def test_a_value_of_another_kind_is_refused_by_name(case: int):
 
 def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
     refused(TypeError, "model_state must be .* and holds m 'x'", lambda: make().init(W, model_state={"m": "x"}))
+    refused(TypeError, "rng must be .* holds a fddp.TrainState", lambda: make().init(W, rng=make().init(W)))
     refused(TypeError, r"rng must be a tree of arrays, and holds 'seed'", lambda: make().init(W, rng="seed"))
     refused(TypeError, "fddp.on: group must be a fddp.Group", lambda: make().on("gpu"))
 

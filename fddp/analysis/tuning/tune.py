@@ -12,6 +12,8 @@ from fddp.buckets import Caps
 from fddp.jax_internals import without_context_mesh
 from fddp.training import TrainStep
 
+ARGUMENTS = ("loss_fn", "optimizer", "params", "batch")  # without a target
+
 
 @overload
 def tune(step: TrainStep, state: Any, batch: Any, *, target: str, caps_mb: Sequence[Caps] = CAPS_MB) -> Choice: ...
@@ -58,7 +60,8 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
       [(0, 2), (0.25, 1)]
     """
     step = given[0] if given else options.get("step")
-    if isinstance(step, TrainStep) != (target is not None):
+    missing = [name for name in ARGUMENTS[len(given) :] if name not in options and target is None]
+    if missing or isinstance(step, TrainStep) != (target is not None):
         raise TypeError(
             "fddp.tune(step, state, batch, target='h100:8') takes a step and a target to compile it for, and "
             "fddp.tune(loss_fn, optimizer, params, batch), which measures on these hosts, takes neither: got "
