@@ -1,0 +1,26 @@
+"""What XLA is given of a step does not change unseen; `python tests/golden/digests.py` writes it down anew."""
+
+import json
+
+import jax
+import pytest
+from golden.digests import CASES, FOLDER, digest, known
+
+pytestmark = pytest.mark.steps
+QUICK = (
+    *("unrolled whole staged", "scanned whole fused", "scanned state eager", "a matrix at its home"),
+    *("accumulated shards", "buffers", "quantize shards", "fragments"),
+)
+
+
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("case", CASES)
+def test_plan_tasks_and_program_are_those_that_were_written_down(case: str):
+    if not (digests := known()):
+        pytest.skip(f"digests are written down for other versions than JAX {jax.__version__}")
+    assert digest(case) == digests[case]
+
+
+def test_every_file_of_digests_has_all_configurations():
+    files = sorted(FOLDER.glob("jax-*.json"))
+    assert files and all(set(json.loads(file.read_text())) == set(CASES) for file in files)
