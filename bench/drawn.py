@@ -32,13 +32,13 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 PARTS: dict[str, Callable[[], Any]] = {
     "multi_transform": lambda: optax.multi_transform(
         {"adam": optax.adam(RATE, eps=1e-2), "sgd": optax.sgd(RATE, momentum=0.9)},
-        lambda params: _by_name(params, "adam", "sgd"),
+        lambda params: by_name(params, "adam", "sgd"),
     ),
     "decay of some": lambda: optax.adamw(
-        RATE, eps=1e-2, weight_decay=0.1, mask=lambda params: _by_name(params, True, False)
+        RATE, eps=1e-2, weight_decay=0.1, mask=lambda params: by_name(params, True, False)
     ),
     "momentum of some": lambda: optax.chain(
-        optax.masked(optax.trace(0.9), lambda params: _by_name(params, True, False)), optax.scale(-RATE)
+        optax.masked(optax.trace(0.9), lambda params: by_name(params, True, False)), optax.scale(-RATE)
     ),
 }
 # Whose update may be as large as the rate, however small the gradient is.
@@ -334,7 +334,7 @@ def optimizer_of(drawn: Drawn) -> Any:
     return (OPTIMIZERS | PARTS)[drawn.optimizer]()
 
 
-def _by_name(params: Any, some: Any, others: Any) -> Any:
+def by_name(params: Any, some: Any, others: Any) -> Any:
     """Divides leaves into two kinds, by the last letters of their names."""
     return jax.tree_util.tree_map_with_path(lambda path, _: some if path[0].key[-1] in "aceg" else others, params)
 

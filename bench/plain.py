@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import fddp
-from bench.drawn import COLUMNS, OUTER, Call, Drawn, keys, loss_of, optimizer_of
+from bench.drawn import COLUMNS, OUTER, Call, Drawn, by_name, keys, loss_of, optimizer_of
 
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**10, 2
 
@@ -326,4 +326,8 @@ def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
     def chosen(path: Sequence[Any], x: Any, y: Any) -> Any:
         return x if all(moves.get(getattr(key, "key", ""), True) for key in path) else y
 
+    if isinstance(new, optax.transforms.PartitionState):  # a part of which no leaf moves counts no step
+        labels = by_name(moves, "adam", "sgd")
+        turns = {label: any(moves[name] for name in moves if labels[name] == label) for label in new.inner_states}
+        new = new._replace(inner_states={k: (new if turns[k] else old).inner_states[k] for k in turns})
     return jax.tree_util.tree_map_with_path(chosen, new, old)
