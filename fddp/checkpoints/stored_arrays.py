@@ -43,7 +43,7 @@ def check_installed() -> None:
     try:
         import tensorstore  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("fddp.Checkpoints needs TensorStore: pip install 'fddp[checkpoint]'.") from error
+        raise ModuleNotFoundError("fddp.Checkpoints needs TensorStore: pip install tensorstore.") from error
 
 
 def write(folder: Path, portions: Iterable[Portion]) -> None:

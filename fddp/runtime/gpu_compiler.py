@@ -22,7 +22,7 @@ def missing_compiler() -> str | None:
     """
     found = [number for number in VERSIONS if _installed(f"jax_plugins.xla_cuda{number}")]
     package = f"jax-cuda{found[0] if found else VERSIONS[0]}-pjrt"
-    install = f"pip install '{package}=={jax.__version__}', or fddp with its extra: pip install 'fddp[audit]'"
+    install = f"pip install '{package}=={jax.__version__}'"
     if not found:
         return f"compiling for GPUs needs the package {package}, not installed here: {install}."
     if version(package) != jax.__version__:

@@ -33,8 +33,8 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
-            f"backend 'mpi' needs {' and '.join(missing)}, not installed here: pip install 'fddp[mpi]', "
-            "or use backend 'gloo'."
+            f"backend 'mpi' needs {' and '.join(missing)}, not installed here: pip install "
+            f"{' '.join(missing)} (and mpich where there is no system MPI), or use backend 'gloo'."
         )
     comm = _world(launch, "use backend 'gloo'")
     recorder, file = shared_recorder(comm.size)

@@ -156,7 +156,7 @@ def test_a_process_joins_one_world():
 
 
 STARTS = {
-    "fddp.init('mpi')": "backend 'mpi' needs mpi4jax, not installed here: pip install 'fddp[mpi]'",
+    "fddp.init('mpi')": "backend 'mpi' needs mpi4jax, not installed here: pip install mpi4jax",
     "fddp.init('nccl')": "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.",
     "fddp.init(rank=1)": "rank and size belong together, got rank=1 and size=None.",
     "fddp.init(rank=2, size=2)": "fddp.init's arguments says this is rank 2 of 2",
