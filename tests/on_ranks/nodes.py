@@ -1,5 +1,7 @@
 """States in shards inside of nodes, and parts of gradients that are summed between nodes."""
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -59,7 +61,7 @@ def a_state_in_shards_of_nodes_is_written_once_and_goes_on_elsewhere(group: fddp
     with fddp.Checkpoints(folder, step) as checkpoints:
         checkpoints.save(state, now=True)
     other = fddp.train_step(layer, optax.adam(0.05), group=group, shard="state")
-    with fddp.Checkpoints(folder, other) as checkpoints:
+    with fddp.Checkpoints(folder, other) as checkpoints, redirect_stderr(io.StringIO()):
         back, _ = checkpoints.restore(other.init(PARAMS))
     for got, wanted in zip(jax.tree.leaves(fddp.whole(back)), jax.tree.leaves(fddp.whole(state)), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
