@@ -87,7 +87,8 @@ def test_layers_that_a_loop_gathers_are_trained_as_by_plain_jax(group: Groups, x
 def test_each_loop_gathers_and_no_array_of_the_program_is_as_large_as_the_stack(group: Groups, inner: str):
     step = shared(group(4), ALONE[inner], optax.adam(0.05))
     module = program(step)
-    assert largest(module) < STACK
+    # The gradients of two loops over the same layers are stacked, and added behind the second one.
+    assert (largest(module) < STACK) == (inner != "twice")
     # A loop that is rematerialised as a whole runs once more.
     assert gathering_loops(module) == {"twice": 4, "rematerialised whole": 3}.get(inner, 2)
 
