@@ -212,12 +212,12 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
         # A step of several programs returns when it is over, or leaves to the next one what it has not done (eager).
         return (carried, info) if step.settled.is_one_program else info
 
-    number = step.training.number
+    steps = step.steps
     try:
         jax.block_until_ready(run(batches[0]))
         return watch(run, batches, None if step.settled.is_one_program else step.timeline)
     finally:
-        step.training.number = number  # they are no steps of the training
+        step.training.number -= step.steps - steps  # they are no steps of the training
 
 
 def watch(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None) -> Measurement:

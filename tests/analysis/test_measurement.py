@@ -203,9 +203,11 @@ def test_measuring_changes_nothing_of_the_training(group):
 def test_steps_that_a_measurement_could_not_end_are_none_of_the_training(group):
     step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1), schedule="after")
     state, _ = step(step.init(jnp.zeros(())), jnp.ones(2))
-    with pytest.raises(ValueError, match="0 rows"):
-        step.measure(state, [jnp.ones(2), jnp.ones(0)])
-    assert step.training.number == 1
+    # Another object goes on with the state, and learns the number of its steps from it.
+    for measured in (step, step.on(step.group)):
+        with pytest.raises(ValueError, match="0 rows"):
+            measured.measure(state, [jnp.ones(2), jnp.ones(0)])
+        assert measured.training.number == 1
 
 
 def test_there_must_be_something_to_measure(group):
