@@ -100,10 +100,7 @@ def supervise(job: Job) -> int:
       The exit status: 0, or that of the first fault of the last run.
     """
     hosts = list(job.hosts)
-    with (
-        tempfile.TemporaryDirectory(prefix="fddp-run-") as folder,
-        collected(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as told,
-    ):
+    with tempfile.TemporaryDirectory(prefix="fddp-run-") as folder, collected(*ENDING) as told:
         # A restart need not compile programs again.
         env = {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
         for start in count():
