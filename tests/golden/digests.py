@@ -110,7 +110,7 @@ def digest(case: str) -> str:
     """The digest of one configuration's plan and tasks, and of its program where it is one."""
     loss, optimizer, options = CASES[case]
     group = fddp.mesh_group(Mesh(np.array(jax.devices()[:REPLICAS]), "replica"))
-    small = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001, "last_bucket_mb": 0.0001}
+    small: dict[str, Any] = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001, "last_bucket_mb": 0.0001}
     step = fddp.train_step(loss, optimizer, group=group, **(small | options))
     buffered = {"model_state": {"mean": np.zeros(5, np.float32)}, "rng": jax.random.key(0)}
     state = step.init(weights(), **(buffered if loss is with_buffers else {}))
