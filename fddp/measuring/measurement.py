@@ -22,7 +22,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
 from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
-from fddp.step import QUORUM, check_state, refuse
+from fddp.step import QUORUM, check_state, check_step, refuse
 from fddp.wording import check_has, preformatted
 
 if TYPE_CHECKING:  # a step measures itself
@@ -194,7 +194,7 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
     Raises:
       ValueError: there are no batches, or not equally many on every rank; or islands do not wait for each other.
     """
-    check_has("with_options", "fddp.measure: step", step, "a step, from fddp.train_step")
+    check_step("fddp.measure", step)
     check_has("__iter__", "fddp.measure: batches", batches, "a sequence of batches")
     batches = list(batches)
     count = [f"{len(batches)} batches"]

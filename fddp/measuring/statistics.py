@@ -16,8 +16,8 @@ import numpy as np
 from fddp.buckets import MiB, whole_forms
 from fddp.comm import shortened
 from fddp.schedules import Timeline
-from fddp.step import TrainState
-from fddp.wording import check_has, preformatted, table
+from fddp.step import TrainState, check_step
+from fddp.wording import preformatted, table
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -123,7 +123,7 @@ def stats(step: "TrainStep") -> Stats:
     Returns:
       The numbers. Those of bytes wait for the last step.
     """
-    check_has("with_options", "fddp.stats: step", step, "a step, from fddp.train_step")
+    check_step("fddp.stats", step)
     group = step.group
     options = step.options
     plan = step.plan

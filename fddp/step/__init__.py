@@ -9,6 +9,7 @@ from fddp.step.checks import check_arrays as check_arrays
 from fddp.step.checks import check_filled as check_filled
 from fddp.step.checks import check_no_sync as check_no_sync
 from fddp.step.checks import check_rows as check_rows
+from fddp.step.checks import check_step as check_step
 from fddp.step.checks import refuse_transformations as refuse_transformations
 from fddp.step.combinations import ALONE as ALONE
 from fddp.step.combinations import ISLANDS as ISLANDS

@@ -18,6 +18,7 @@ from fddp.schedules import compiling, forms_of
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state
+from fddp.wording import check_has
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,6 +33,11 @@ def refuse_transformations() -> None:
             "this call runs compiled programs of its own and cannot be called under jax.jit, grad or vmap; call it "
             "from Python, or use fddp.all_reduce inside your own jax.shard_map. A fused step(state, batch) can be."
         )
+
+
+def check_step(call: str, step: Any) -> None:
+    """Refuses a value that is not a `TrainStep`, a class in a room above some of the callers."""
+    check_has("with_options", f"{call}: step", step, "a step, from fddp.train_step")
 
 
 def check_arrays(params: Any) -> None:

@@ -1,9 +1,8 @@
 """A meeting of islands that do not wait for each other."""
 
 from fddp.jax_internals import without_context_mesh
-from fddp.step import TrainState, check_state
+from fddp.step import TrainState, check_state, check_step
 from fddp.training.train_step import TrainStep
-from fddp.wording import check_has
 
 
 def meet(step: TrainStep, state: TrainState) -> TrainState:
@@ -31,6 +30,6 @@ def meet(step: TrainStep, state: TrainState) -> TrainState:
       >>> float(fddp.meet(step, state).params)
       1.0
     """
-    check_has("with_options", "fddp.meet: step", step, "a step, from fddp.train_step")
+    check_step("fddp.meet", step)
     check_state(state)
     return without_context_mesh(step.settled.runner.meet)(state)

@@ -24,9 +24,9 @@ from fddp.hlo import Collective, Module, find_collectives, parse, work
 from fddp.jax_internals import compile_to_read
 from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
-from fddp.step import TrainState, check_state, footprint
+from fddp.step import TrainState, check_state, check_step, footprint
 from fddp.training import TrainStep
-from fddp.wording import check_has, preformatted, table
+from fddp.wording import preformatted, table
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def audit(
       >>> fddp.audit(step, state, jnp.ones((8, 4))).plan.buckets[0].names
       ('',)
     """
-    check_has("with_options", "fddp.audit: step", step, "a step, from fddp.train_step")
+    check_step("fddp.audit", step)
     there = None if target is None else read_target(target)
     if beside not in (None, "jit") or (beside and there is None):
         raise ValueError(f"beside must be 'jit', with a target to compile for, or None, got {beside!r}.")

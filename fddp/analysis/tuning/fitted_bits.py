@@ -18,9 +18,9 @@ from fddp.analysis.tuning.bits_on_paper import Message, fitting_bits
 from fddp.analysis.tuning.link import Link, measure_link
 from fddp.hooks import adaptive
 from fddp.schedules import Communicate, TaskList, Timeline
-from fddp.step import first_tasks
+from fddp.step import check_step, first_tasks
 from fddp.training import TrainStep
-from fddp.wording import check_has, table
+from fddp.wording import table
 
 EXPOSED = 0.05  # the share of a step that traffic may take behind the computing
 STEPS = 5
@@ -153,7 +153,7 @@ def _pace(some: Sequence[tuple[float, int]]) -> float:
 
 
 def _check(call: str, step: TrainStep, exposed: float) -> None:
-    check_has("with_options", f"{call}: step", step, "a step, from fddp.train_step")
+    check_step(call, step)
     if not exposed >= 0:
         raise ValueError(f"{call}: exposed must be 0 or more, got {exposed!r}.")
 
