@@ -23,6 +23,7 @@ from fddp.buckets.messages import Messages as Messages
 from fddp.buckets.messages import add_tail as add_tail
 from fddp.buckets.messages import scalar_dtype as scalar_dtype
 from fddp.buckets.messages import take_tail as take_tail
+from fddp.buckets.packing import check_plan as check_plan
 from fddp.buckets.packing import pack as pack
 from fddp.buckets.packing import unpack as unpack
 from fddp.buckets.part_forms import cut_as_leaf as cut_as_leaf

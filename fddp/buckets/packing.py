@@ -33,7 +33,7 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
       >>> pack(plan, tree)[0].tolist()
       [7.0, 7.0, 0.0, 1.0]
     """
-    check_has("treedef", "pack: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
+    check_plan("pack", plan)
     try:
         leaves = plan.treedef.flatten_up_to(tree)
     except ValueError as error:
@@ -43,6 +43,11 @@ def pack(plan: BucketPlan, tree: Any) -> tuple[Shaped[Array, " n"], ...]:
         return [taken(_as_planned(plan, i, leaves[i]), bucket) for i in bucket.leaves]
 
     return tuple(joined(pieces(bucket), bucket.dtype, bucket.rounds) for bucket in plan.buckets)
+
+
+def check_plan(call: str, plan: Any) -> None:
+    """Refuses a value that is not a plan."""
+    check_has("treedef", f"{call}: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
 
 
 def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
@@ -58,7 +63,7 @@ def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
     Raises:
       ValueError: the number or the length of the buckets is not the plan's.
     """
-    check_has("treedef", "unpack: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
+    check_plan("unpack", plan)
     check_has("__iter__", "unpack: buckets", buckets, "the arrays of pack")
     buckets = tuple(buckets)  # a generator can be read only once
     got = [jnp.shape(flat) for flat in buckets]

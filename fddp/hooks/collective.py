@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from fddp.buckets import BucketPlan, Message, pack, unpack
+from fddp.buckets import BucketPlan, Message, check_plan, pack, unpack
 from fddp.comm import Group, axis_communicator
 from fddp.hooks.hook import Hook, check_hook
 from fddp.hooks.reductions import reductions, summed
-from fddp.wording import check_has
 
 
 def all_reduce(
@@ -50,7 +49,7 @@ def all_reduce(
       >>> jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(grads)["w"].tolist()
       [1.0, 1.0, 1.0]
     """
-    check_has("treedef", "fddp.all_reduce: plan", plan, "a fddp.BucketPlan, from fddp.make_plan")
+    check_plan("fddp.all_reduce", plan)
     if (axis_name is None) == (group is None):
         raise ValueError(f"give one of axis_name and group, got axis_name={axis_name!r} and group={group!r}.")
     if op not in ("sum", "mean"):
